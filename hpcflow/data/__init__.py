@@ -1,0 +1,1 @@
+"""Prompts, tokenizers, rewards; columns and ids, on which every other layer stands."""
