@@ -1,0 +1,1 @@
+"""MPI: the world, its launcher, sub-communicators, calls and point-to-point transfers."""

@@ -1,0 +1,184 @@
+"""What the controller and the workers say to each other: a few small records, none of which grows with a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Part(NamedTuple):
+    """Rows lo..hi-1 of a batch at one rank."""
+
+    rank: int
+    lo: int
+    hi: int
+
+
+class Stamp(NamedTuple):
+    """Where a column comes from: iteration, producing model, that model's weight version."""
+
+    iteration: int
+    model: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}, model {self.model}, weight version {self.version}"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Move ``columns`` of the output of call ``source`` from the ranks that own its rows to those that read them."""
+
+    number: int
+    source: int
+    columns: tuple[str, ...]
+    stamp: Stamp
+    owners: tuple[Part, ...]
+    readers: tuple[Part, ...]
+
+    def pieces(self, rank: int) -> list[Part]:
+        """Which owner sends which rows to reader ``rank``; both sides compute this alike.
+
+        A reader without rows still needs dtypes and shapes: the first owner sends it an empty slice.
+        """
+        mine = next(part for part in self.readers if part.rank == rank)
+        found = [
+            Part(owner.rank, max(owner.lo, mine.lo), min(owner.hi, mine.hi))
+            for owner in self.owners
+            if max(owner.lo, mine.lo) < min(owner.hi, mine.hi)
+        ]
+        first = self.owners[0]
+        return found or [Part(first.rank, first.lo, first.lo)]
+
+    def senders(self) -> list[int]:
+        """Owners that have something to send to another rank."""
+        return sorted({p.rank for r in self.readers for p in self.pieces(r.rank) if p.rank != r.rank})
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run ``model.method`` on ``ranks``. ``outputs``: the rows of its output that each owner must hold."""
+
+    number: int
+    model: str
+    method: str
+    iteration: int
+    version: int
+    ranks: tuple[int, ...]
+    args: dict[str, Any]
+    inputs: tuple[Transfer, ...]
+    writes: tuple[str, ...]
+    outputs: tuple[Part, ...]
+
+    def __str__(self) -> str:
+        return f"{self.model}.{self.method} (call {self.number})"
+
+
+@dataclass(frozen=True)
+class Push:
+    """To owners: send your rows of this transfer as soon as the source call has finished."""
+
+    transfer: Transfer
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """To owners: nobody holds these calls' outputs any more."""
+
+    calls: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShowStack:
+    """Ask ranks where their main thread is."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End of the world."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's account of a finished call: times are unix seconds, ``received`` and ``held`` are bytes."""
+
+    value: Any
+    start: float
+    end: float
+    received: int
+    held: int
+    spans: tuple[tuple[str, float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """A call has finished on these ranks."""
+
+    number: int
+    reports: dict[int, Report]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank cannot go on: ``what`` it was doing and the traceback or reason."""
+
+    rank: int
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank is doing (``state`` "runs", "waits for ..." or "idle"), and for how many seconds."""
+
+    number: int
+    what: str
+    state: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.state} for {self.seconds:.1f} s" if self.what else self.state
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    rank: int
+    activity: Activity
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The connection to a rank has ended."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A signal reached a rank."""
+
+    rank: int
+    number: int
+
+
+@dataclass
+class Spread:
+    """The world's plan, spread by MPI from rank 0 at the start."""
+
+    groups: dict[str, tuple[int, ...]]
+    pools: dict[str, tuple[int, ...]]
+    secret: bytes
+    settings: Any = field(default=None)
