@@ -1,0 +1,46 @@
+"""Per-token estimates of KL(policy || reference) from tokens that the policy sampled.
+
+With r = log_probs - ref_log_probs at a sampled token (Schulman 2020, "Approximating KL divergence"):
+
+====  ==================  =============================================  ========================================
+name  formula             value                                          gradient with respect to the policy
+====  ==================  =============================================  ========================================
+k1    r                   unbiased, may be negative                      zero on average: of no use in a loss
+k2    r^2 / 2             biased, small variance                         that of KL(policy || reference)
+k3    exp(-r) - 1 + r     unbiased, never negative                       that of KL(reference || policy)
+====  ==================  =============================================  ========================================
+
+(Averages over tokens sampled from the very policy that is differentiated.) k1 is the usual choice inside a reward,
+k3 the usual one inside a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+LIMIT = 20.0  # of |r| in k3, as in verl: exp(20) is far beyond any use, and exp(89) is infinite in float32
+
+
+def k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    return log_probs - ref_log_probs
+
+
+def k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    r = (log_probs - ref_log_probs).clamp(-LIMIT, LIMIT)
+    return torch.exp(-r) - 1 + r
+
+
+ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def estimate(name: str, log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """The estimate of that name, float, any shape. ValueError for an unknown name."""
+    if name not in ESTIMATORS:
+        raise ValueError(f"kl={name!r} is not known; it must be {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[name](log_probs, ref_log_probs)
