@@ -1,9 +1,9 @@
 """The run's configuration: plain dataclasses, composed by Hydra from ``configs/``, checked key by key.
 
 `compose` turns command-line overrides into a `Config`; `load` and `dump` read and write the resolved form that a run
-directory keeps. Whatever is wrong with single keys (unknown, wrong type, out of range) is reported at once in one
-`ConfigError`; what is wrong with their combination is for `hpcflow.check`. Nothing here imports torch, so that a
-login node answers at once.
+directory keeps. Whatever is wrong with single keys (unknown, wrong type, out of range) is reported together in one
+`ConfigError`; what is wrong with their combination is for `hpcflow.check`. Nothing here imports torch: a login node
+answers at once.
 """
 
 from __future__ import annotations
@@ -11,43 +11,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcflow.schema import ConfigError, Problem, build, option
+
+__all__ = ["Config", "ConfigError", "Problem", "compose", "dump", "from_dict", "hashes", "load", "objects", "share",
+           "to_dict"]
+
 FIRST_WORKER = 2
 """World rank of the first worker: rank 0 is the controller, rank 1 the recorder."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One breach: the dotted ``key``, the value ``seen`` there, ``why`` it cannot be, and a value that ``works``."""
-
-    key: str
-    seen: Any
-    why: str
-    works: str
-
-    def __str__(self) -> str:
-        seen = self.seen if isinstance(self.seen, str) else json.dumps(self.seen, default=str)
-        return f"{self.key}={seen}: {self.why}; works: {self.works}"
-
-
-class ConfigError(ValueError):
-    """All `problems` found in a configuration, one a line."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("\n".join(map(str, problems)))
-        self.problems = problems
-
-
-def option(default: Any = dataclasses.MISSING, *, low: float | None = None, above: float | None = None,
-           high: float | None = None, among: tuple[str, ...] = ()) -> Any:
-    """A field with its range: ``low <= value <= high``, ``value > above``, or one ``among`` some words."""
-    limits = {"low": low, "above": above, "high": high, "among": among}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=limits)
-    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +249,7 @@ class Config:
     """Let models and tokenizers run code from their folders."""
     algorithm: Algorithm = option()
     models: dict[str, ModelSpec] = option()
+    """Those that the algorithm does not call are ignored."""
     protocol: Protocol = option(Protocol())
     placement: Placement = option()
     data: Data = option()
@@ -290,3 +265,94 @@ class Config:
 def share(name: str) -> Path:
     """The folder ``configs`` or ``kernels``, in a checkout as in an installed wheel."""
     return Path(__file__).parent / "_share" / name
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The resolved form: dicts, lists and scalars only; `from_dict` reads it back."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """The config of a resolved form. `ConfigError` lists every unknown, missing, mistyped or out-of-range key."""
+    return _needed(build(Config, tree))
+
+
+def dump(config: Config) -> str:
+    """The resolved form as YAML."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, width=110)
+
+
+def load(path: Path | str) -> Config:
+    """The config of a run directory's ``config.yaml``. ValueError when it is not one."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not a readable config: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} is not a config: it holds {type(tree).__name__}, not keys and values")
+    return from_dict(tree)
+
+
+UNHASHED = {"processes", "timeout_s", "max_error_rate", "eval", "eval_prompts"}
+"""Keys of models and data that change how, or what else, is computed, but not what is trained."""
+
+
+def objects(config: Config) -> dict[str, dict[str, Any]]:
+    """The three versioned objects ``algorithm``, ``protocol`` and ``placement``: content and sha256 (hex) of each.
+
+    The algorithm covers everything that decides what is trained (algorithm, models it calls, data, seed), under
+    paths that do not depend on where hpcflow is installed. A placement is taken as written, so an algorithm that
+    calls fewer of the placed models leaves its hash.
+    """
+    tree = to_dict(config)
+    algorithm = {
+        "algorithm": tree["algorithm"],
+        "models": {name: _hashed(tree["models"][name]) for name in config.algorithm.models if name in config.models},
+        "data": _hashed(tree["data"]),
+        "seed": tree["seed"],
+    }
+    pools = tree["placement"]["written"] or tree["placement"]["pools"]
+    placement = {"name": config.placement.name, "pools": [{"pool": name, **pool} for name, pool in pools.items()]}
+    contents = {"algorithm": algorithm, "protocol": tree["protocol"], "placement": placement}
+    return {name: {"content": content, "sha256": _sha256(content)} for name, content in contents.items()}
+
+
+def hashes(config: Config) -> dict[str, str]:
+    """sha256 (hex) of ``algorithm``, ``protocol`` and ``placement``, see `objects`."""
+    return {name: entry["sha256"] for name, entry in objects(config).items()}
+
+
+def compose(overrides: list[str], config_dir: Path | str | None = None) -> Config:
+    """The config of command-line overrides, see `hpcflow.compose.compose`."""
+    from hpcflow import compose as composer  # Hydra is needed here only
+
+    return composer.compose(overrides, config_dir)
+
+
+def _hashed(section: dict[str, Any]) -> dict[str, Any]:
+    installed = str(share("configs").resolve())
+    return {key: value.replace(installed, "configs") if isinstance(value, str) else value
+            for key, value in section.items() if key not in UNHASHED}
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _needed(config: Config) -> Config:
+    """Without the models in pools that the algorithm does not call, so that one placement serves all algorithms.
+
+    A model that is placed but defined nowhere stays, for `hpcflow.check` to name.
+    """
+    unused = config.models.keys() - set(config.algorithm.models)
+    written = config.placement.pools
+    if not any(model in unused for pool in written.values() for model in pool.models):
+        return config
+    pools = {name: dataclasses.replace(pool, models=[model for model in pool.models if model not in unused])
+             for name, pool in written.items()}
+    pools = {name: pool for name, pool in pools.items() if pool.models or not written[name].models}
+    return dataclasses.replace(config, placement=dataclasses.replace(config.placement, pools=pools, written=written))
