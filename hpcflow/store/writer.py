@@ -1,0 +1,159 @@
+"""Writing a run's iterations. Only the recorder rank does, from one thread (HDF5 is not to be shared)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcflow.data.columns import Columns, select_rows
+from hpcflow.data.ids import digest
+from hpcflow.store import schema
+from hpcflow.store.durable import append_line, require_space, write_atomic
+from hpcflow.store.segments import REWINDS, Segment, Segments, live_commits, read_rewinds
+from hpcflow.store.summary import summarise
+
+Stamp = tuple[int, str, int]
+
+
+@dataclass
+class _Pending:
+    """What was recorded of an iteration so far."""
+
+    ids: torch.Tensor
+    columns: Columns
+    stamps: dict[str, Stamp]
+
+
+class RunWriter:
+    """Records iterations under ``run / "iterations"``: buffered in memory, durable with `commit`.
+
+    ValueError when another process records into the run, or a later hpcflow did.
+    """
+
+    def __init__(self, run: Path | str) -> None:
+        self.run = Path(run)
+        if not self.run.is_dir():
+            raise ValueError(f"there is no run directory {self.run}")
+        self.folder = self.run / "iterations"
+        self.folder.mkdir(exist_ok=True)
+        self._lock = _lock(self.folder / "writer.lock")
+        try:
+            self._segments = Segments(self.folder)
+        except BaseException:
+            self.close()
+            raise
+        self._live = set(live_commits(self._segments.owners, read_rewinds(self.folder)))
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def iterations(self) -> list[int]:
+        """The committed iterations that count, sorted."""
+        return sorted(self._live)
+
+    def record(self, iteration: int, ids: torch.Tensor, columns: Columns, stamps: dict[str, Stamp]) -> None:
+        """Buffer columns of an iteration; several calls add up. Tensors must stay as they are until `commit`.
+
+        ids      int64 [rows]: the samples of the rows; the same samples in each call, in any order
+        columns  each with these rows; each name once per iteration
+        stamps   for each column what computed it: (iteration, model, weight version)
+
+        ValueError, with what is known and what came, when samples differ or a column comes twice.
+        """
+        assert set(stamps) == set(columns), f"stamps {sorted(stamps)} for columns {sorted(columns)}"
+        assert all(len(column) == len(ids) for column in columns.values()), "columns and ids differ in length"
+        assert all(name and "/" not in name and name != "." for name in columns), f"names {sorted(columns)}"
+        pending = self._pending.get(iteration)
+        if pending is None:
+            if len(ids.unique()) != len(ids):
+                raise ValueError(f"iteration {iteration}: {len(ids)} rows, but {len(ids.unique())} sample ids")
+            pending = self._pending[iteration] = _Pending(ids.cpu().contiguous(), {}, {})
+        twice = sorted(set(columns) & set(pending.columns))
+        if twice:
+            seen, came = pending.stamps[twice[0]], stamps[twice[0]]
+            raise ValueError(f"iteration {iteration}: column {twice[0]!r} recorded twice, {seen} and {came}")
+        pending.columns |= _aligned(iteration, pending.ids, ids.cpu(), columns)
+        pending.stamps |= stamps
+
+    def commit(self, iteration: int, facts: dict[str, Any]) -> dict[str, float]:
+        """Make what was recorded of ``iteration``, and ``facts`` (see `schema`), durable; returns its metrics.
+
+        OSError (ENOSPC: says what is needed and free): nothing is committed, nothing recorded is lost, and commit
+        may be called again. ValueError when the iteration is committed already: `rewind` first.
+        """
+        if iteration in self._live:
+            raise ValueError(f"iteration {iteration} is already committed in {self.run}; rewind({iteration}) first")
+        pending = self._pending.get(iteration)
+        if pending is None:
+            pending = _Pending(torch.empty(0, dtype=torch.int64), {}, {})
+        sequence = self._segments.next_sequence
+        metrics = facts.get("metrics", {}) | summarise(pending.columns, facts)
+        own = {"iteration": iteration, "sequence": sequence, "time": time.time()}
+        own |= {"metrics": metrics, "stamps": pending.stamps}
+        image = schema.encode(sequence, facts | own, pending.ids, pending.columns)
+        require_space(self.folder, len(image), f"iteration {iteration}")
+        segment = Segment(sequence, sequence, 0)
+        path = self.folder / segment.name
+        assert not path.exists(), f"{path} exists"
+        write_atomic(path, image)
+        self._segments.add(segment, iteration)
+        self._live.add(iteration)
+        self._pending.pop(iteration, None)
+        self._segments.compact()
+        return metrics
+
+    def rewind(self, iteration: int) -> list[int]:
+        """Go back: committed iterations from ``iteration`` on no longer count. Returns them; drops all buffers.
+
+        Their files stay, so nothing that was paid for is lost, but readers leave them out from now on.
+        """
+        self._pending.clear()
+        gone = sorted(i for i in self._live if i >= iteration)
+        if gone:
+            entry = {"sequence": self._segments.next_sequence, "iteration": iteration, "time": time.time()}
+            append_line(self.folder / REWINDS, entry)
+            self._live -= set(gone)
+        return gone
+
+    def close(self) -> None:
+        """Let another process record. What was not committed is dropped."""
+        os.close(self._lock)
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _aligned(iteration: int, known: torch.Tensor, ids: torch.Tensor, columns: Columns) -> Columns:
+    """Columns with rows ``ids``, in the order ``known``."""
+    if torch.equal(known, ids):
+        return columns
+    order, wanted = ids.argsort(), known.argsort()
+    if len(known) != len(ids) or not torch.equal(ids[order], known[wanted]):
+        raise ValueError(
+            f"iteration {iteration}: columns {sorted(columns)} are of other samples than those recorded before: "
+            f"{len(ids)} rows (digest {digest(ids)}) against {len(known)} (digest {digest(known)})"
+        )
+    index = torch.empty_like(order)
+    index[wanted] = order
+    return select_rows(columns, index)
+
+
+def _lock(path: Path) -> int:
+    """Hold the run for writing as long as this process lives; on file systems without locks, do without."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(f"another process is recording into {path.parent.parent}; end it first") from error
+    except OSError:
+        pass
+    return descriptor
