@@ -2,7 +2,7 @@
 
 A loss function is called as ``f(predictions, rows, **params)`` with float32 [T] predictions over the response tokens
 of ``rows`` (any micro-batch) and returns (loss [T], metrics {name: [T]}), nothing aggregated: the training engine
-multiplies by `hpcflow.data.aggregation.token_weights` and sums. Tokens whose ``loss_mask`` is false have loss 0 and
+multiplies by `hpcflow.engines.batching.token_weights` and sums. Tokens whose ``loss_mask`` is false have loss 0 and
 gradient 0, whatever stands in the columns there (NaN too).
 """
 
