@@ -1,0 +1,280 @@
+"""The FSDP2 engine: scores and trains token sequences with a model sharded over its pool.
+
+Every rank holds a slice of every parameter (float32 when the model is trained) and some of the batch's rows. Weights
+are gathered, in the compute dtype, layer by layer; gradients are summed in float32 and scattered back. What a rank
+computes never depends on how rows were dealt out, beyond rounding: losses are normalised by the global counts of
+the mini-batch, and all ranks run the same number of micro-batches, a rank without rows on one padding token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hpcflow.data.columns import Columns, Ragged, select_rows
+from hpcflow.engines import batching, sharded_state, token_model
+from hpcflow.engines.adamw import ShardedAdamW, global_sum
+
+if TYPE_CHECKING:
+    from hpcflow.config import Optimizer, TrainingProtocol
+
+Loss = Callable[[torch.Tensor, Columns], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""f(outputs float32 [T], rows) -> (loss per token [T], metrics: per token [T], or 0-dim sums over tokens).
+T = response tokens of ``rows``, flat in row order; outputs are log-probs or values."""
+
+
+class FSDPEngine:
+    """A model on all ranks of the default process group; every method is collective over it.
+
+    path: a local Hugging Face folder. head: "lm" (log-probs), "value" (a zero-initialised linear head on the last
+    hidden states, kept in float32), "score" (a sequence classifier with one label). trainable: keep float32 masters,
+    and moments if ``optimizer`` is given; otherwise parameters lie in the compute dtype. temperature: log-probs are
+    those of the softmax at this sampling temperature. ValueError where the folder does not fit the head.
+
+    protocol.reshard_after_forward = False keeps gathered weights until an update changes them: no gathering again for
+    the next call, at the price of the whole model in the compute dtype on each rank.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        head: str,
+        trainable: bool,
+        protocol: TrainingProtocol,
+        optimizer: Optimizer | None = None,
+        temperature: float = 1.0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        assert dist.is_initialized(), "the host initialises the default process group"
+        assert trainable or optimizer is None
+        self.version = 0
+        self.protocol = protocol
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self.device = torch.device(*(("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu",)))
+        self.model = token_model.TokenModel(token_model.load(path, head, trust_remote_code), head, temperature)
+        self.dtype = getattr(torch, protocol.dtype)
+        if not trainable:
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(False)
+                if not name.startswith("value_head."):
+                    parameter.data = parameter.data.to(self.dtype)
+        self._shard()
+        # Taken while sharded: gathering swaps the modules' attributes, these objects stay and receive gradients.
+        named = dict(self.model.named_parameters())
+        self.parameters: dict[str, DTensor] = {name.removeprefix("hf."): p for name, p in named.items()}
+        self._owned = _owners(self.model, list(named))
+        self._optimizer = ShardedAdamW(self.parameters, optimizer) if optimizer else None
+
+    def _shard(self) -> None:
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        keep = self.protocol.reshard_after_forward
+        policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
+        for layer in self.model.layers():
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
+        if self.model.head == "value":
+            exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+            fully_shard(self.model.value_head, mesh=mesh, mp_policy=exact, reshard_after_forward=keep)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
+        for module in self._units():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    # -- scoring ------------------------------------------------------------------------------------------------
+
+    def log_probs(self, rows: Columns) -> Ragged:
+        """Log-prob of every response token, ragged float32 [rows]; needs prompt_ids and response_ids (int64)."""
+        assert self.model.head == "lm"
+        return self._infer(rows, rows["response_ids"].lengths)
+
+    def values(self, rows: Columns) -> Ragged:
+        """Value of the state before every response token, ragged float32 [rows]."""
+        assert self.model.head == "value"
+        return self._infer(rows, rows["response_ids"].lengths)
+
+    def scores(self, rows: Columns) -> torch.Tensor:
+        """Score of every row at its last token, float32 [rows]."""
+        assert self.model.head == "score"
+        return self._infer(rows, torch.ones(len(rows["response_ids"]), dtype=torch.int64)).values
+
+    @torch.no_grad()
+    def _infer(self, rows: Columns, lengths: torch.Tensor) -> Ragged:
+        rows = {name: rows[name] for name in ("prompt_ids", "response_ids")}
+        parts = self._parts(rows)
+        total = int(self._gather([len(parts)]).max())
+        outputs = []
+        for index in range(total):
+            batch = batching.pad(select_rows(rows, parts[index]) if index < len(parts) else _none(rows))
+            outputs.append(self.model(batch.to(self.device)).cpu())
+        return batching.to_row_order(parts, outputs[: len(parts)], lengths)
+
+    def _parts(self, rows: Columns) -> list[torch.Tensor]:
+        return batching.micro_batches(rows, self.protocol.micro_batch, self.protocol.micro_batch_tokens)
+
+    def _gather(self, numbers: list[int]) -> torch.Tensor:
+        """int64 [ranks, len(numbers)]."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone).cpu()
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def train(
+        self, rows: Columns, mini_batches: list[torch.Tensor], loss: Loss, agg: str = "token-mean"
+    ) -> list[dict[str, float]]:
+        """One update: an optimizer step for each mini-batch, then ``version`` is one higher.
+
+        rows: this rank's part; ``mini_batches``: int64 indices into it, as many on every rank, any of them empty.
+        Only tokens with loss_mask (all, where there is no such column) count. A mini-batch without a single such
+        token on any rank takes no step. Returns per mini-batch the metrics of ``loss`` averaged over the global
+        tokens, and loss, grad_norm (before clipping), lr, tokens, rows: equal on all ranks.
+        FloatingPointError on all ranks, before the step, when a loss or the gradient is not finite.
+        """
+        assert self._optimizer is not None, "the engine was made without an optimizer"
+        work = [select_rows(rows, index) for index in mini_batches]
+        parts = [self._parts(part) for part in work]
+        count = [batching.counts(batching.loss_mask(part)) for part in work]
+        everyone = self._gather([len(work)])
+        assert (everyone == len(work)).all(), f"ranks disagree on the number of mini-batches: {everyone.tolist()}"
+        sizes = self._gather([n for c, p in zip(count, parts, strict=True) for n in (*c, len(p))]).view(
+            self.world, len(work), 4
+        )
+        sums, most = sizes.sum(0).tolist(), sizes.amax(0).tolist()
+        facts, local = [], []
+        for number, (part, pieces) in enumerate(zip(work, parts, strict=True)):
+            tokens, rows_with_tokens, n_rows, _ = sums[number]
+            fact = {"tokens": float(tokens), "rows": float(n_rows), "lr": self._optimizer.lr()}
+            seen: dict[str, float] = {}
+            if tokens:
+                micro = most[number][3]
+                value = self._backward(part, pieces, micro, loss, agg, (tokens, rows_with_tokens), seen)
+                fact |= self._step(number, value)
+            else:
+                fact |= {"loss": 0.0, "grad_norm": 0.0}
+            facts.append(fact)
+            local.append(seen)
+        self.version += 1
+        return self._merge(facts, local)
+
+    def _backward(
+        self,
+        rows: Columns,
+        parts: list[torch.Tensor],
+        total: int,
+        loss: Loss,
+        agg: str,
+        counted: tuple[int, int],
+        metrics: dict[str, float],
+    ) -> float:
+        """Accumulate gradients of one mini-batch in ``total`` micro-batches, and sums over its tokens in
+        ``metrics``. Returns this rank's share of the loss."""
+        value = 0.0
+        for index in range(total):
+            part = select_rows(rows, parts[index]) if index < len(parts) else _none(rows)
+            last = index == total - 1
+            self.model.set_requires_gradient_sync(last)
+            if not self.protocol.reshard_after_forward:
+                self.model.set_reshard_after_backward(last)
+            outputs = self.model(batching.pad(part).to(self.device)).cpu()
+            if index >= len(parts):
+                outputs.sum().backward()  # of nothing: zero, but it takes part in the scattering
+                continue
+            mask = batching.loss_mask(part)
+            per_token, seen = loss(outputs, part)
+            weights = batching.token_weights(mask, agg, *counted)
+            # where, not only a product: 0 * inf of a token that does not count would be NaN.
+            share = (torch.where(mask.values, per_token, 0.0) * weights).sum()
+            share.backward()
+            value += float(share.detach())
+            for name, metric in seen.items():
+                counts = torch.where(mask.values, metric.detach(), 0.0) if metric.dim() else metric.detach()
+                metrics[name] = metrics.get(name, 0.0) + float(counts.sum())
+        return value
+
+    def _step(self, number: int, value: float) -> dict[str, float]:
+        loss, squares = global_sum([value, self._optimizer.local_norm() ** 2], self.device)
+        found = {"loss": loss, "grad_norm": squares**0.5}
+        for name, number_found in found.items():
+            if not torch.isfinite(torch.tensor(number_found)):
+                self._optimizer.drop_gradients()
+                raise FloatingPointError(
+                    f"mini-batch {number} of update {self.version}: {name} is {number_found}; no step was taken"
+                )
+        self._optimizer.step(found["grad_norm"])
+        return found
+
+    def _merge(self, facts: list[dict[str, float]], local: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Token means over all ranks; names come from the ranks that had rows."""
+        everyone: list = [None] * self.world
+        dist.all_gather_object(everyone, local)
+        for number, fact in enumerate(facts):
+            for name in sorted({name for ranks in everyone for name in ranks[number]}):
+                total = sum(ranks[number].get(name, 0.0) for ranks in everyone)
+                fact[name] = total / max(fact["tokens"], 1.0)
+        return facts
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor in the compute dtype), one layer gathered at a time: exactly the weights
+        of the forward pass. A tensor is valid until the next one is asked for. Tied weights come once."""
+        for unit, names in self._owned:
+            unit.unshard()
+            for name in names:
+                yield name.removeprefix("hf."), self.model.get_parameter(name).detach()
+            if self.protocol.reshard_after_forward:
+                unit.reshard()
+
+    def weights_digest(self) -> str:
+        """Hex digest of the stored weights: equal on all ranks, and for equal weights under every number of ranks."""
+        return sharded_state.digest(self.parameters)
+
+    def save(self, folder: Path | str) -> None:
+        """Weights, optimizer and version, one file a rank, into ``folder``; collective."""
+        sharded_state.save(Path(folder), self._state(), {"version": self.version, "steps": self._steps()})
+
+    def load(self, folder: Path | str) -> None:
+        """Continue from what any number of ranks saved. ValueError when it does not fit this model."""
+        counters = sharded_state.load(Path(folder), self._state())
+        self.version = counters["version"]
+        if self._optimizer:
+            self._optimizer.set_steps(counters["steps"])
+        for unit in self._units():
+            unit.reshard()  # what was gathered before is stale
+
+    def _state(self) -> sharded_state.Groups:
+        return {"model": self.parameters, **(self._optimizer.state() if self._optimizer else {})}
+
+    def _steps(self) -> int:
+        return self._optimizer.steps if self._optimizer else 0
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes on this rank: "parameters" (its shards) and "optimizer" (its moments)."""
+        shards = sum(p.to_local().numel() * p.to_local().element_size() for p in self.parameters.values())
+        return {"parameters": shards, "optimizer": self._optimizer.nbytes() if self._optimizer else 0}
+
+
+def _none(rows: Columns) -> Columns:
+    return select_rows(rows, torch.zeros(0, dtype=torch.int64))
+
+
+def _owners(model: torch.nn.Module, names: list[str]) -> list[tuple[FSDPModule, list[str]]]:
+    """Each sharded unit with the names of the parameters that are gathered with it."""
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    owned: dict[str, list[str]] = {name: [] for name in units}
+    for name in names:
+        inside = [unit for unit in units if not unit or name.startswith(unit + ".")]
+        owned[max(inside, key=len)].append(name)
+    return [(units[unit], inside) for unit, inside in owned.items()]

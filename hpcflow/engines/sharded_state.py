@@ -1,0 +1,118 @@
+"""Checkpoints and digests of sharded tensors: safetensors files, one per rank, that any number of ranks can read.
+
+A folder holds ``NAME-of-RANKS.safetensors`` files. Each stores its rank's rows (dimension 0) of every tensor under
+``kind/name`` and, in the header's metadata, counters and the first row of each tensor. A reader copies the rows that
+it needs out of the files that have them, whatever the number of ranks was. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+Groups = dict[str, dict[str, DTensor]]
+"""kind ("model", "exp_avg", ...) -> name -> tensor sharded over dimension 0 of a one-dimensional mesh."""
+
+
+def first_row(tensor: DTensor) -> int:
+    """Global index of the first row of this rank's part."""
+    rows, ranks = tensor.shape[0], tensor.device_mesh.size()
+    return min(rows, -(-rows // ranks) * tensor.device_mesh.get_local_rank())
+
+
+def _local(groups: Groups) -> Iterator[tuple[str, DTensor, torch.Tensor]]:
+    for kind, tensors in groups.items():
+        for name, tensor in tensors.items():
+            yield f"{kind}/{name}", tensor, tensor.to_local().detach()
+
+
+@torch.no_grad()
+def save(folder: Path, groups: Groups, counters: dict[str, int]) -> None:
+    """Write this rank's file, flushed to the disk; collective (returns when all ranks have written)."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    folder.mkdir(parents=True, exist_ok=True)
+    parts, layout = {}, {}
+    for key, tensor, local in _local(groups):
+        parts[key] = local.cpu().contiguous()
+        layout[key] = [first_row(tensor), list(tensor.shape)]
+    path = folder / f"{rank:05d}-of-{ranks:05d}.safetensors"
+    save_file(parts, path, {"counters": json.dumps(counters), "layout": json.dumps(layout)})
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    dist.barrier()
+
+
+@torch.no_grad()
+def load(folder: Path, groups: Groups) -> dict[str, int]:
+    """Read the tensors of ``groups`` in place and return the counters. No communication.
+
+    ValueError when files are missing, or when a tensor is missing or has another shape.
+    """
+    readers = [safe_open(path, "pt") for path in _files(folder)]
+    layouts = [json.loads(reader.metadata()["layout"]) for reader in readers]
+    for key, tensor, local in _local(groups):
+        if key not in layouts[0]:
+            raise ValueError(f"{folder}: the checkpoint has no {key}; it was saved by another model or optimizer")
+        if layouts[0][key][1] != list(tensor.shape):
+            raise ValueError(f"{folder}: {key} has shape {layouts[0][key][1]}, this model {list(tensor.shape)}")
+        begin, end = first_row(tensor), first_row(tensor) + local.shape[0]
+        for reader, layout in zip(readers, layouts, strict=True):
+            piece, start = reader.get_slice(key), layout[key][0]
+            low, high = max(begin, start), min(end, start + piece.get_shape()[0])
+            if low < high:
+                local[low - begin : high - begin].copy_(piece[low - start : high - start])
+    return json.loads(readers[0].metadata()["counters"])
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*-of-*.safetensors"))
+    if not found:
+        raise ValueError(f"{folder} holds no checkpoint (*-of-*.safetensors)")
+    ranks = int(found[0].stem.split("-of-")[1])
+    expected = [folder / f"{rank:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
+    if found != expected:
+        names = ", ".join(path.name for path in sorted(set(expected) ^ set(found))[:4])
+        raise ValueError(f"{folder} is not one complete checkpoint of {ranks} ranks; look at {names}")
+    return found
+
+
+@torch.no_grad()
+def digest(tensors: dict[str, DTensor]) -> str:
+    """Hex digest of names, shapes and bits: equal on all ranks and for every number of ranks. Collective.
+
+    Each element's bits are mixed with its global index and summed modulo 2**64, so the sum does not depend on who
+    holds which rows.
+    """
+    sums = torch.zeros(len(tensors), dtype=torch.int64)
+    for index, tensor in enumerate(tensors.values()):
+        local = tensor.to_local().cpu().contiguous()
+        width = tensor.shape[1:].numel()
+        integer = {2: torch.int16, 4: torch.int32}[local.element_size()]
+        offset = first_row(tensor) * width
+        for chunk in local.view(-1).view(integer).split(1 << 20):
+            sums[index] += _mix(chunk.to(torch.int64), offset)
+            offset += len(chunk)
+    device = next(iter(tensors.values())).to_local().device
+    total = sums.to(device)
+    dist.all_reduce(total)
+    text = [[name, list(t.shape), str(t.dtype), s] for (name, t), s in zip(tensors.items(), total.tolist(), strict=True)]
+    return hashlib.blake2b(json.dumps(text).encode(), digest_size=16).hexdigest()
+
+
+def _mix(bits: torch.Tensor, offset: int) -> torch.Tensor:
+    """Sum of a hash of (bits, index) over elements; int64 arithmetic wraps around."""
+    index = torch.arange(offset, offset + len(bits), dtype=torch.int64)
+    x = bits + index * 0x632BE59BD9B4E019
+    x ^= x >> 29
+    x *= 0x1CE4E5B9BF58476D
+    x ^= x >> 32
+    return (x * 0x14D049BB133111EB).sum()
