@@ -2,7 +2,7 @@
 
 `compose` turns command-line overrides into a `Config`; `load` and `dump` read and write the resolved form that a run
 directory keeps. Whatever is wrong with single keys (unknown, wrong type, out of range) is reported together in one
-`ConfigError`; what is wrong with their combination is for `hpcflow.check`. Nothing here imports torch: a login node
+`hpcflow.schema.ConfigError`; what is wrong with their combination is for `hpcflow.check`. Nothing here imports torch: a login node
 answers at once.
 """
 
@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcflow.schema import ConfigError, Problem, build, option
-
-__all__ = ["Config", "ConfigError", "Problem", "compose", "dump", "from_dict", "hashes", "load", "objects", "share",
-           "to_dict"]
+from hpcflow.schema import build, option
 
 FIRST_WORKER = 2
 """World rank of the first worker: rank 0 is the controller, rank 1 the recorder."""
@@ -125,7 +122,7 @@ class ModelSpec:
 class TrainingProtocol:
     """How models are trained and scored."""
 
-    engine: str = option("fsdp", among=("fsdp",))
+    engine: str = option("fsdp")
     dtype: str = option("bfloat16", among=("bfloat16", "float32"))
     """Type of the computation; master weights and moments are float32."""
     micro_batch: int = option(16, low=1)
@@ -140,7 +137,7 @@ class TrainingProtocol:
 class GenerationProtocol:
     """How the actor generates."""
 
-    engine: str = option("vllm", among=("vllm", "plain"))
+    engine: str = option("vllm")
     dtype: str = option("bfloat16", among=("bfloat16", "float32"))
     tensor_parallel: int = option(1, low=1)
     """Ranks that share one copy of the weights; divides the pool's ranks and the model's heads."""
@@ -273,7 +270,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """The config of a resolved form. `ConfigError` lists every unknown, missing, mistyped or out-of-range key."""
+    """The config of a resolved form. `hpcflow.schema.ConfigError` lists every unknown, missing, mistyped or out-of-range key."""
     return _needed(build(Config, tree))
 
 
