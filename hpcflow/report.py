@@ -49,9 +49,8 @@ def report(run: Path | str) -> str:
 
 
 def _lines(run: store.Run, history: list[Facts]) -> Iterable[str]:
-    planned = run.config.get("iterations")
     yield f"run        {run.path}"
-    yield f"state      {_state(run, history, planned)}"
+    yield f"state      {_state(run, history)}"
     yield from _quarters(history)
     yield from _evals(run, history)
     yield from _nodes(history)
@@ -62,12 +61,12 @@ def _lines(run: store.Run, history: list[Facts]) -> Iterable[str]:
             yield f"{name:<10} sha256 {run.objects[name].get('sha256', 'missing')}"
     for name, why in run.skipped.items():
         yield f"skipped    {name}: {why}"
-    yield f"continue   {_continue(run.path, len(history), planned)}"
+    yield f"continue   {_continue(run)}"
 
 
-def _state(run: store.Run, history: list[Facts], planned: int | None) -> str:
-    text = f"{len(history)} of {planned or '?'} iterations committed"
-    launches = run.launches
+def _state(run: store.Run, history: list[Facts]) -> str:
+    done, planned, launches = run.iterations, run.config.get("iterations"), run.launches
+    text = f"{len(done)} of {planned or '?'} iterations committed"
     if history:
         text += f", the last at {datetime.fromtimestamp(history[-1]['time']):%Y-%m-%d %H:%M:%S}"
     if len(launches) > 1:
@@ -78,7 +77,7 @@ def _state(run: store.Run, history: list[Facts], planned: int | None) -> str:
     if bad:
         named = (f"rank {e.get('rank')} by " + _how(e) for e in bad[:8])
         text += f"; ended badly: {', '.join(named)}" + (", ..." if len(bad) > 8 else "")
-    elif launches and not exits and (planned is None or len(history) < planned):
+    elif launches and not exits and (planned is None or len(done) < planned):
         text += "; running, or cut off without a trace"
     return text
 
@@ -234,10 +233,11 @@ def _lineage(history: list[Facts]) -> Iterable[str]:
         yield f"versions   {now}"
 
 
-def _continue(path: Path, done: int, planned: int | None) -> str:
-    if planned is None or done < planned:
-        return f"hpcflow train --resume {path}"
-    return f"hpcflow train --resume {path} iterations={planned + max(1, planned // 2)}"
+def _continue(run: store.Run) -> str:
+    planned = run.config.get("iterations")
+    if planned is None or len(run.iterations) < planned:
+        return f"hpcflow train --resume {run.path}"
+    return f"hpcflow train --resume {run.path} iterations={planned + max(1, planned // 2)}"
 
 
 def draw_curves(history: list[Facts], path: Path) -> None:

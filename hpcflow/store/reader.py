@@ -19,7 +19,7 @@ from hpcflow.data.ids import unpack
 from hpcflow.store import schema
 from hpcflow.store.durable import read_lines
 from hpcflow.store.schema import Unreadable
-from hpcflow.store.segments import Segment, find_owners, list_names, live_commits, read_rewinds
+from hpcflow.store.segments import Segment, find_owners, index_of, list_names, live_commits, read_rewinds
 
 T = TypeVar("T")
 Stamp = tuple[int, str, int]
@@ -199,7 +199,7 @@ class Run:
             try:
                 if segment is None:
                     raise Unreadable("foreign: not a name that hpcflow gives")
-                indexes[segment] = self._indexes.get(segment) or schema.read_index(self.folder / name)
+                indexes[segment] = self._indexes.get(segment) or index_of(self.folder, segment)
             except Unreadable as error:
                 bad[f"iterations/{name}"] = str(error)
         self._indexes, self._bad_files = indexes, bad

@@ -10,12 +10,12 @@ HDF5, readable by h5py, h5dump or anything else:
         columns/<name>     dense: [rows, ...]; ragged: the values of all rows, concatenated
         lengths/<name>     int64 [rows]; present for ragged columns only
         facts              uint8, UTF-8 JSON (NaN and Infinity written as Python does):
-            iteration, sequence, time (unix s)
+            iteration, sequence, time (unix s), samples
             stamps         {column: [iteration, model, weight version]} of what computed the column
             metrics        {name: float}; those of `hpcflow.store.summary` are computed from the columns
             versions       {model: weight version after this iteration}
             nodes          [{call, model, method, ranks, start, end, busy: {rank: s}, bytes, spans}]
-            and whatever else the writer was given (wall_s, idle, samples, tokens, accelerator_s, ...)
+            and whatever else the writer was given (wall_s, idle, tokens, accelerator_s, ...)
 
 Element types without an HDF5 type (bfloat16, float8) are stored as unsigned integers of the same bits, with an
 attribute ``torch_dtype`` on the dataset. Bool is HDF5's enum, as h5py writes it.
@@ -143,7 +143,10 @@ def read_index(path: Path) -> list[tuple[int, int]]:
 
 def get_facts(group: h5py.Group) -> dict[str, Any]:
     """The facts of a commit; ranks as integers again."""
-    facts = json.loads(group["facts"][()].tobytes())
+    try:
+        facts = json.loads(group["facts"][()].tobytes())
+    except ValueError as error:
+        raise Unreadable(f"damaged: its facts are not JSON: {error}") from error
     for node in facts.get("nodes", ()):
         if "busy" in node:
             node["busy"] = {int(rank): seconds for rank, seconds in node["busy"].items()}

@@ -65,6 +65,15 @@ def list_names(folder: Path) -> list[str]:
         names = again
 
 
+def index_of(folder: Path, segment: Segment) -> list[tuple[int, int]]:
+    """(sequence, iteration) of each commit in a file; errors as `schema.opened`, also if it belies the name."""
+    index = read_index(folder / segment.name)
+    sequences = [sequence for sequence, _ in index]
+    if not sequences or (min(sequences), max(sequences)) != (segment.first, segment.last):
+        raise Unreadable(f"damaged: it lists commits {sequences[:4]}, which its name does not")
+    return index
+
+
 def find_owners(indexes: dict[Segment, list[tuple[int, int]]]) -> dict[int, tuple[int, Segment]]:
     """sequence -> (iteration, the file to read it from); of several files with it, the most merged one."""
     owners = {}
@@ -106,7 +115,7 @@ class Segments:
         for segment in filter(None, map(Segment.parse, list_names(folder))):
             self.files.add(segment)
             try:
-                indexes[segment] = read_index(folder / segment.name)
+                indexes[segment] = index_of(folder, segment)
             except NewerSchema as error:
                 raise NewerSchema(f"{folder / segment.name}: {error}") from error
             except Unreadable as error:
@@ -154,7 +163,7 @@ class Segments:
         self._remove(parts)
 
     def _copy(self, parts: list[Segment], temp: Path) -> list[tuple[int, int]]:
-        indexes = [read_index(self.folder / part.name) for part in parts]
+        indexes = [index_of(self.folder, part) for part in parts]
         index = sorted(itertools.chain.from_iterable(indexes))
         with h5py.File(temp, "w", locking=False, libver=("v110", "v110")) as target:
             start_file(target, index)

@@ -94,7 +94,7 @@ class RunWriter:
         sequence = self._segments.next_sequence
         metrics = facts.get("metrics", {}) | summarise(pending.columns, facts)
         own = {"iteration": iteration, "sequence": sequence, "time": time.time()}
-        own |= {"metrics": metrics, "stamps": pending.stamps}
+        own |= {"metrics": metrics, "stamps": pending.stamps, "samples": len(pending.ids)}
         image = schema.encode(sequence, facts | own, pending.ids, pending.columns)
         require_space(self.folder, len(image), f"iteration {iteration}")
         segment = Segment(sequence, sequence, 0)
