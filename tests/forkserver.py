@@ -12,6 +12,9 @@ hpcflow itself is never imported here: every rank imports the code as it is on d
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -20,6 +23,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 
 from hpcflow.mpi.guard import PR_SET_PDEATHSIG, prctl
@@ -120,7 +124,32 @@ def become(request: dict, fds: list[int]) -> Callable[[], None]:
     assert dash_m == "-m", f"the fork server runs modules only, not {request['command']}"
     sys.argv = [module, *arguments]
     sys.path[0] = request["cwd"]
-    return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return lambda: run(module)
+
+
+def run(module: str) -> None:
+    """Run ``module`` as the main program; end as the interpreter would, without the second that freeing torch takes.
+
+    C's exit handlers run down to torch's: MPICH tells its process manager there that MPI was finalised, and a rank that
+    skips that (``os._exit``) counts as crashed.
+    """
+    libc = ctypes.PyDLL(None)
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)    # MPICH's handler comes later, so it runs before
+    status = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()                                # waits for the threads that are not daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    libc.exit(status)
 
 
 def main() -> None:
@@ -132,6 +161,7 @@ def main() -> None:
         importlib.import_module(module)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"importing {modules} started threads; a fork would lose them"
+    gc.freeze()                                          # a rank's collections leave the shared pages alone
     serve(path)()
 
 

@@ -76,17 +76,18 @@ def stop_servers() -> None:
 
 
 def run_world(n: int, function: str, args: dict | None = None, *, env: dict[str, str] | None = None, timeout: float = 60,
-              threads: int = 1, grace_s: float = 2, vllm: bool = False) -> Result:
+              threads: int = 1, grace_s: float = 2, vllm: bool = False, forked: bool = True) -> Result:
     """Run ``function`` ("package.module:name") with ``args`` on ``n`` MPI ranks and wait for the end of the world.
 
     ``env`` is added to every rank's environment. After a rank ended badly the others have ``grace_s`` seconds to end too.
+    ``vllm``: fork from a server that has imported vLLM; ``forked=False``: start a fresh interpreter per rank instead.
     TimeoutError, with all output and every rank's stack, when it takes longer than ``timeout`` seconds; nothing survives.
     """
     with tempfile.TemporaryDirectory(prefix="hpcflow-world-") as name:
         folder = Path(name)
         (folder / "call.json").write_text(json.dumps({"function": function, "args": args or {}, "timeout": timeout}))
-        environment = rank_environment(threads, {"HPCFLOW_FORKSERVER": server(vllm).socket, "PYTHONPATH": str(ROOT),
-                                                 **(env or {})})
+        socket = server(vllm).socket if forked else ""
+        environment = rank_environment(threads, {"HPCFLOW_FORKSERVER": socket, "PYTHONPATH": str(ROOT), **(env or {})})
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             world = start([sys.executable, "-m", "tests.worlds", name], n, exits=folder / "exits.jsonl", stdout=out,
                           stderr=err, launcher="mpiexec", environment=environment, grace_s=grace_s)

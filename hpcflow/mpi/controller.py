@@ -16,6 +16,7 @@ import torch
 from hpcflow.data.columns import Columns
 from hpcflow.mpi.engine import Engine
 from hpcflow.mpi.messages import (
+    Activity,
     Call,
     Done,
     Drop,
@@ -34,6 +35,7 @@ from hpcflow.mpi.messages import (
 )
 from hpcflow.mpi.transfer import DataPlane
 
+SILENT_SECONDS = 2.5  # longer than two heartbeats: suspicious, when something hangs anyway
 DEAD_SECONDS = 15.0  # no heartbeat for so long: node lost, process stopped, or the interpreter lock never released
 STACK_SECONDS = 1.0  # how long a hanging rank may take to answer where it is
 
@@ -112,7 +114,8 @@ class Controller:
     def forget(self, call: int) -> None:
         """Nobody will ask for this call's reports any more."""
         self._wanted.discard(call)
-        self.reports.pop(call, None)
+        if call not in self.open:
+            self.reports.pop(call, None)
 
     # -- waiting
 
@@ -176,16 +179,33 @@ class Controller:
     def _check(self) -> None:
         if self._faults:
             raise WorkerError(self._describe_fault())
+        self._check_silence(DEAD_SECONDS)
+        self._check_watchdog()
+
+    def _check_silence(self, limit: float) -> None:
         now = time.monotonic()
         for rank, (seen, beat) in self._beats.items():
             silent = now - seen
-            if silent > DEAD_SECONDS:
+            if silent > limit:
+                open_calls = [str(call) for call in self.open.values() if rank in call.ranks]
                 raise WorkerError(
                     f"rank {rank} has been silent for {silent:.0f} s (node lost, process stopped, or the interpreter "
-                    f"lock never released); last known: {beat.activity if beat else 'no heartbeat yet'}"
+                    f"lock never released); last known: {beat.activity if beat else 'no heartbeat yet'}; open on it: "
+                    f"{', '.join(open_calls) or 'nothing'}"
                 )
-            if beat and beat.activity.what and silent + beat.activity.seconds > self.watchdog:
-                self._hangs(rank, beat, silent)
+
+    def _check_watchdog(self) -> None:
+        """A rank that runs one call for too long, or one that waits for too long while nobody runs anything."""
+        now = time.monotonic()
+        ages = {
+            rank: (now - seen + beat.activity.seconds, beat.activity)
+            for rank, (seen, beat) in self._beats.items()
+            if beat and beat.activity.what
+        }
+        running = [rank for rank, (_, activity) in ages.items() if activity.state == "runs"]
+        late = [rank for rank in running or ages if ages[rank][0] > self.watchdog]
+        if late:
+            self._hang({rank: ages[rank][1] for rank in late})
 
     def _describe_fault(self) -> str:
         """The cause, not its consequences: an exception before a lost connection."""
@@ -199,22 +219,19 @@ class Controller:
         open_calls = [str(call) for call in self.open.values() if rank in call.ranks]
         return f"rank {rank} died (its connection closed); {doing}; open on it: {', '.join(open_calls) or 'nothing'}"
 
-    def _hangs(self, rank: int, beat: Heartbeat, silent: float) -> None:
-        """Name the rank that blocks: one that runs, rather than those that wait for it."""
-        late = [
-            (r, b) for r, (_, b) in self._beats.items() if b and b.activity.seconds + silent > self.watchdog
-        ]
-        rank, beat = next(((r, b) for r, b in late if b.activity.state == "runs"), (rank, beat))
-        self._stacks.pop(rank, None)
-        self.engine.send_down(ShowStack((rank,)))
+    def _hang(self, late: dict[int, Activity]) -> None:
+        self._check_silence(SILENT_SECONDS)  # the others may only be waiting for a rank that was stopped
+        self._stacks.clear()
+        self.engine.send_down(ShowStack(tuple(late)))
         until = time.perf_counter() + STACK_SECONDS
-        while rank not in self._stacks and time.perf_counter() < until:
+        while len(self._stacks) < len(late) and time.perf_counter() < until:
             self.engine.turn(expecting=False, until=until)
-        stack = self._stacks.get(rank, "(it does not answer)")
-        raise WorkerError(
-            f"rank {rank} hangs: {beat.activity}, longer than the watchdog's {self.watchdog:.0f} s "
-            f"(protocol.watchdog_s). Its main thread:\n{stack}"
-        )
+        places = [
+            f"rank {rank} hangs: {activity}. Its main thread:\n{self._stacks.get(rank, '(it does not answer)')}"
+            for rank, activity in late.items()
+        ]
+        limit = f"The watchdog's limit is {self.watchdog:g} s (protocol.watchdog_s)."
+        raise WorkerError("\n".join([*places, limit]))
 
 
 def whole(rank: int, rows: int) -> tuple[Part, ...]:

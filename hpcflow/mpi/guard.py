@@ -10,8 +10,8 @@ Standard library only and no hpcflow import: one runs beside every rank. A guard
 - forwards SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. Hydra's mpiexec dies of SIGUSR2 but passes SIGUSR1 on, so the outer guard
   sends SIGUSR1 for both and the rank's guard turns SIGUSR1 into SIGUSR2: a rank only ever sees SIGUSR2;
 - appends one JSON line ``{rank, pid, exit, signal, time, host}`` to FILE *before* it ends in the same way as its child
-  (``exit`` is null when ``signal`` is not). After a bad end it waits S seconds first: the process manager kills every rank as
-  soon as one ends badly, and the controller should have the time to name the one that did.
+  (``exit`` is null when ``signal`` is not). After a bad end it waits up to S seconds: the process manager kills every rank as
+  soon as one ends badly, and the controller should have the time to name the one that did. It ends with the last rank.
 
 With ``HPCFLOW_FORKSERVER=SOCKET`` in the environment a rank is not started but forked by the server listening there, from
 a process in which torch is already imported (tests/forkserver.py holds the other end): same arguments, environment,
@@ -33,6 +33,7 @@ import time
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 KILL_LIMIT_S = 30.0
+ORPHANS_EVERY_S = 0.25
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -67,6 +68,7 @@ class Guard:
     def __init__(self, command: list[str], *, parent: int | None, exits: str | None, grace: float) -> None:
         self.command, self.exits, self.grace = command, exits, grace
         self.parent = parent or os.getppid()
+        self.offset = os.path.getsize(exits) if exits and os.path.exists(exits) else 0
         self.pid = 0
         self.forked: ForkedRank | None = None
         self.ended: tuple[int | None, int | None] | None = None
@@ -92,12 +94,8 @@ class Guard:
             self._record()
         self._kill_descendants()
         exit_status, by_signal = self.ended
-        if by_signal is not None or exit_status:
-            try:
-                os.read(wake, 4096)                      # the child's SIGCHLD
-            except BlockingIOError:
-                pass
-            select.select([wake], [], [], self.grace)    # any other signal means: end now
+        if self.exits and (by_signal is not None or exit_status):
+            self._give_grace(wake)
         self._end_like_child()
 
     def _start(self) -> None:
@@ -123,7 +121,13 @@ class Guard:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def _wait(self, sources: list) -> None:
-        ready, _, _ = select.select(sources, [], [])
+        ready, _, _ = select.select(sources, [], [], None if self.exits else ORPHANS_EVERY_S)
+        if not ready:
+            # Around a launcher: a process adopted meanwhile was left by a rank whose guard was killed. It holds the
+            # launcher's output pipe, and the launcher waits for the end of that.
+            for orphan in set(children(os.getpid())) - {self.pid}:
+                self._kill(orphan, signal.SIGKILL)
+            return
         if sources[0] in ready:
             for number in os.read(sources[0], 4096):
                 self._on_signal(number)
@@ -177,6 +181,22 @@ class Guard:
                 return
             time.sleep(0.005)
 
+    def _give_grace(self, wake: int) -> None:
+        try:
+            os.read(wake, 4096)                          # the SIGCHLDs so far
+        except BlockingIOError:
+            pass
+        end = time.monotonic() + self.grace
+        while time.monotonic() < end and not self._all_ended():
+            if select.select([wake], [], [], 0.05)[0]:
+                return                                   # a signal means: end now
+
+    def _all_ended(self) -> bool:
+        """Whether every rank of this launch has its line in the file, so that nobody needs the rest of the grace."""
+        with open(self.exits or "", "rb") as file:
+            file.seek(self.offset)
+            return file.read().count(b"\n") >= int(os.environ.get("PMI_SIZE", sys.maxsize))
+
     def _end_like_child(self) -> None:
         exit_status, by_signal = self.ended or (1, None)
         if by_signal is not None:
@@ -196,8 +216,12 @@ def decode(status: int) -> tuple[int | None, int | None]:
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the direct children of ``parent``, by reading /proc."""
-    found = []
+    """Process ids of the direct children of ``parent``: by one file of /proc, or by all of it where a kernel lacks that."""
+    try:
+        with open(f"/proc/{parent}/task/{parent}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:
+        found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

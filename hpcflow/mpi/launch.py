@@ -54,6 +54,11 @@ class Exit:
     def bad(self) -> bool:
         return self.exit != 0
 
+    @property
+    def status(self) -> int:
+        """As a shell reports it: the exit status, or 128 + the signal."""
+        return self.exit if self.exit is not None else 128 + (self.signal or 0)
+
     def __str__(self) -> str:
         how = f"exited with status {self.exit}" if self.signal is None else f"was killed by {signal_name(self.signal)}"
         return f"rank {self.rank} (pid {self.pid} on {self.host}) {how}"
@@ -126,16 +131,16 @@ def start(command: list[str], world_size: int, *, exits: Path, launcher: str = "
 
 
 def launch(run: Path, world_size: int, *, launcher: str = "auto", threads_per_rank: int = 1,
-           env: Mapping[str, str] | None = None, grace_s: float = 5.0) -> int:
-    """Run the training of run directory ``run`` on ``world_size`` ranks (controller, recorder, workers) to its end.
+           env: Mapping[str, str] | None = None, grace_s: float = 5.0, program: str = "hpcflow.workers.main") -> int:
+    """Run module ``program`` with argument ``run`` on ``world_size`` ranks (controller, recorder, workers) to its end.
 
-    Returns 0, the first rank's bad status as mpiexec reports it, or 128 + the signal. SIGTERM, SIGUSR2 and the first
-    SIGINT that this process receives meanwhile are forwarded to the ranks, a second SIGINT kills them. When the world
-    ends badly the rank that did so first is named on stderr. Call from the main thread.
+    Returns 0, or the status (128 + the signal) of the rank that ended badly first, which is named on stderr too; when no
+    rank could be recorded, the launcher's. SIGTERM, SIGUSR2 and the first SIGINT that this process receives meanwhile
+    are forwarded to the ranks (SIGINT as SIGTERM), a second SIGINT kills them. Call from the main thread.
     """
     exits = run / "exits.jsonl"
     offset = exits.stat().st_size if exits.exists() else 0
-    command = [sys.executable, "-m", "hpcflow.workers.main", str(run)]
+    command = [sys.executable, "-m", program, str(run)]
     interrupts = 0
     process = start(command, world_size, exits=exits, launcher=launcher, grace_s=grace_s,
                     environment=rank_environment(threads_per_rank, env or {}))
@@ -154,9 +159,11 @@ def launch(run: Path, world_size: int, *, launcher: str = "auto", threads_per_ra
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if status:
-        print(blame(read_exits(exits, offset), world_size), file=sys.stderr, flush=True)
-    return status if status >= 0 else 128 - status
+    if status == 0:
+        return 0
+    ended = read_exits(exits, offset)
+    print(blame(ended, world_size), file=sys.stderr, flush=True)
+    return next((e.status for e in ended if e.bad), status if status > 0 else 128 - status)
 
 
 def blame(exits: list[Exit], world_size: int) -> str:

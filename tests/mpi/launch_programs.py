@@ -49,15 +49,17 @@ def end_badly(how: str, who: int, folder: str) -> None:
     time.sleep(1000)
 
 
-def count_signals(folder: str) -> list[str]:
-    """Names of the signals seen until SIGTERM."""
-    seen: list[str] = []
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(number, lambda n, _: seen.append(signal.Signals(n).name))
-    MPI = init()
-    MPI.COMM_WORLD.Barrier()
-    Path(folder, f"ready_{MPI.COMM_WORLD.rank}").touch()
-    while "SIGTERM" not in seen:
+def note_signals(folder: Path) -> None:
+    """Write the name of each signal to ``ready_<rank>`` until SIGTERM, then rank 1 ends with status 5."""
+    rank = int(os.environ["PMI_RANK"])
+    note = folder / f"ready_{rank}"
+    signal.signal(signal.SIGUSR2, lambda number, _: note.write_text("SIGUSR2\n"))
+    signal.signal(signal.SIGUSR1, lambda number, _: note.write_text("SIGUSR1\n"))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(5 * rank))
+    note.touch()
+    while True:
         time.sleep(0.01)
-    MPI.Finalize()
-    return seen
+
+
+if __name__ == "__main__":
+    note_signals(Path(sys.argv[1]))
