@@ -1,0 +1,7 @@
+"""``python -m hpcflow``: the same as the ``hpcflow`` command."""
+
+import sys
+
+from hpcflow.cli import main
+
+sys.exit(main())

@@ -1,0 +1,184 @@
+"""The ``hpcflow`` command: train, check, report.
+
+Every command but the training itself runs without torch until it has to read a run. A user's mistake is one message
+on stderr and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcflow.config import Config, compose, dump, load
+from hpcflow.schema import ConfigError
+
+DESCRIPTION = "RL post-training of large language models as Slurm-native batch jobs."
+OVERRIDES = "key=value or group=choice, e.g. experiment=ppo_quickstart iterations=2 placement=split"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own); returns the exit code."""
+    # The ranks are started with -m and see the working directory; what is checked here must be what they will find.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    args = _parse(argv)
+    try:
+        return args.command(args)
+    except ValueError as error:
+        print(f"hpcflow {args.name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def train(args: argparse.Namespace) -> int:
+    """Start a run, or continue one with ``--resume``; 0, or the code that the first bad rank left."""
+    if args.resume is None:
+        config = compose(args.overrides, args.config_dir)
+    else:
+        config = _resumed(Path(args.resume), args.overrides, args.config_dir)
+    _refuse_problems(config)
+    if args.dry_run:
+        print(dump(config) + _commented(_plan(config)))
+        return 0
+    from hpcflow import run_folder
+
+    run = Path(args.resume).absolute() if args.resume else run_folder.create(config)
+    with run_folder.locked(run):
+        if args.resume:
+            run_folder.write_config(run, config)
+        run_folder.record_launch(run, config, resumed=bool(args.resume))
+        print(f"run directory {run}", flush=True)
+        return _launched(run, config)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Print every breach of a config and exit 1, or the launch plan and its memory and exit 0."""
+    from hpcflow.check import check as problems_of
+
+    try:
+        config = compose(args.overrides, args.config_dir)
+        problems = problems_of(config, nodes=_nodes(config))
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        print("\n".join(map(str, problems)))
+        return 1
+    print(_plan(config))
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Print the report of a run; its curves are drawn into RUN/report."""
+    from hpcflow.report import report as report_of
+
+    print(report_of(args.run), end="")
+    return 0
+
+
+def _launched(run: Path, config: Config) -> int:
+    from hpcflow.mpi.launch import launch
+
+    cluster = config.cluster
+    code = launch(run, config.world_size, launcher=cluster.launcher, threads_per_rank=cluster.threads_per_rank,
+                  env=cluster.env)
+    if code:
+        again = shlex.join(["hpcflow", "train", "--resume", str(run)])
+        print(f"hpcflow train: the run ended with exit code {code}; to continue it: {again}", file=sys.stderr)
+        return code
+    from hpcflow.report import report as report_of  # only now: it imports torch, and this process waits for hours
+
+    print(report_of(run), end="")
+    return 0
+
+
+def _resumed(run: Path, overrides: list[str], config_dir: str | None) -> Config:
+    """The config with which ``run`` continues. ValueError when it would not be the same training any more."""
+    from hpcflow import run_folder
+    from hpcflow.compose import overlay
+
+    if not (run / "config.yaml").is_file():
+        siblings = sorted(p.parent.name for p in run.parent.glob("*/config.yaml")) if run.parent.is_dir() else []
+        hint = f"; beside it are {', '.join(siblings[-3:])}" if siblings else ""
+        raise ValueError(f"--resume={run}: there is no run directory (no config.yaml in it){hint}")
+    old = load(run / "config.yaml")
+    config = overlay(run / "config.yaml", overrides, config_dir)
+    changed = run_folder.changes(old, config)
+    if changed["algorithm"]:
+        raise ValueError(f"--resume={run}: another training than the one that was begun; these keys changed:\n  "
+                         + "\n  ".join(changed["algorithm"]) + "\nleave them out, or start a new run without --resume")
+    for name in ("protocol", "placement"):
+        for change in changed[name]:
+            print(f"changed {name}: {change}", file=sys.stderr)
+    if config.iterations < old.iterations:
+        raise ValueError(f"iterations={config.iterations}: the run was begun with {old.iterations}; it may only grow, "
+                         f"works: iterations={old.iterations}")
+    return config
+
+
+def _refuse_problems(config: Config) -> None:
+    from hpcflow.check import check as problems_of
+
+    problems = problems_of(config, nodes=_nodes(config))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _nodes(config: Config) -> int:
+    """Nodes over which the ranks will be spread: those of the Slurm allocation, or this machine."""
+    if config.cluster.launcher == "mpiexec" or "SLURM_JOB_ID" not in os.environ:
+        return 1
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+
+
+def _plan(config: Config) -> str:
+    """Which rank does what, with how much memory, started by which command."""
+    from hpcflow.check import machine_memory_gib
+    from hpcflow.estimate import model_facts, rank_memory, total_memory
+    from hpcflow.mpi.launch import launcher_command
+
+    pools = config.placement.pools
+    facts = {name: model_facts(config.models[name].path) for pool in pools.values() for name in pool.models
+             if config.models[name].path is not None}
+    nodes, available = _nodes(config), config.cluster.memory_gib or machine_memory_gib()
+    lines = [f"{config.world_size} ranks: 0 controller, 1 recorder"]
+    memory = rank_memory(config, facts)
+    for name, ranks in config.placement.ranks().items():
+        parts = ", ".join(f"{what} {gib:.2f}" for what, gib in memory[name].items() if gib >= 0.005)
+        lines.append(f"  pool {name}, ranks {ranks.start}-{ranks.stop - 1}: {', '.join(pools[name].models)}")
+        lines.append(f"    {sum(memory[name].values()):.2f} GiB a rank: {parts}")
+    lines.append(f"memory: about {total_memory(config, facts) / nodes:.1f} of {available:.1f} GiB a node, {nodes} in all")
+    lines.append("started by: " + shlex.join(launcher_command(config.cluster.launcher, config.world_size)))
+    return "\n".join(lines)
+
+
+def _commented(text: str) -> str:
+    return "".join(f"# {line}\n" for line in text.splitlines())
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("hpcflow", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="train|check|report")
+    for name, command in (("train", train), ("check", check)):
+        sub = commands.add_parser(name, help=command.__doc__.partition(";")[0], description=command.__doc__)
+        sub.set_defaults(command=command)
+        sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+        sub.add_argument("--config-dir", metavar="DIR", help="config groups of your own, searched first")
+        if name == "train":
+            sub.add_argument("--resume", metavar="RUN", help="continue this run directory from its last checkpoint")
+            sub.add_argument("--dry-run", action="store_true", help="print resolved config and launch plan, and exit")
+    sub = commands.add_parser("report", help="print the report of a run", description=report.__doc__)
+    sub.set_defaults(command=report)
+    sub.add_argument("run", metavar="RUN")
+    # Options may stand between overrides; argparse leaves what follows them as unknown.
+    args, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or "overrides" not in args]
+    if unknown:
+        commands.choices[args.name].error(f"unknown: {' '.join(unknown)}")
+    if rest:
+        args.overrides += rest
+    return args

