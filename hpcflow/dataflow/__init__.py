@@ -1,0 +1,1 @@
+"""The controller side: worker groups as objects, batches as handles, transfer protocols, the trace of a run."""

@@ -1,0 +1,88 @@
+"""A worker group: a model on its ranks, as an object whose primitives are methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hpcflow.dataflow.batch import Batch, Handle, Origin
+from hpcflow.dataflow.protocols import plan, protocol
+from hpcflow.mpi.messages import Call, Stamp
+from hpcflow.reshard.layout import Layout
+from hpcflow.workers.primitive import Primitive
+
+if TYPE_CHECKING:
+    from hpcflow.dataflow.world import World
+
+
+class WorkerGroup:
+    """``ranks`` in training order. ``version``: weight version after all calls issued so far."""
+
+    def __init__(
+        self, world: World, name: str, ranks: tuple[int, ...], layout: Layout, primitives: dict[str, Primitive]
+    ) -> None:
+        self.world, self.name, self.ranks, self.layout = world, name, ranks, layout
+        self.primitives = primitives
+        self.version = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        primitives = self.__dict__.get("primitives", {})
+        if name not in primitives:
+            near = difflib.get_close_matches(name, primitives, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(primitives))}"
+            raise AttributeError(f"model {self.__dict__.get('name')} has no primitive {name!r}{hint}")
+        return lambda batch=None, **arguments: self.call(primitives[name], batch, arguments)
+
+    def call(self, primitive: Primitive, batch: Batch | None, arguments: dict[str, Any]) -> Batch | Handle:
+        """Issue one call and return at once: a `Batch` when the primitive writes columns, else a `Handle`.
+
+        ``rows=n`` among the arguments says how many rows a call without a batch makes; the method then gets
+        ``parts``, rank -> (lo, hi). ValueError when the batch lacks a column that the primitive reads.
+        """
+        makes_rows = batch is None and "rows" in arguments
+        rows = arguments.pop("rows", 0) if batch is None else batch.rows
+        layout = plan(protocol(primitive.protocol), self.layout, self.ranks, rows)
+        inputs = ()
+        if batch is not None and primitive.reads:
+            self._check_columns(primitive, batch)
+            if primitive.kind == "advancing":
+                self.world.before_advance(batch)
+            inputs = batch.transfers(primitive.reads, layout.readers)
+        elif makes_rows:
+            arguments = {**arguments, "parts": {part.rank: (part.lo, part.hi) for part in layout.readers}}
+        number = self.world.controller.number()
+        call = Call(
+            number=number,
+            model=self.name,
+            method=primitive.name,
+            iteration=self.world.iteration,
+            version=self.version,
+            ranks=self.ranks,
+            args=arguments,
+            inputs=inputs,
+            writes=primitive.writes,
+            outputs=layout.owners if primitive.writes else (),
+        )
+        self.world.issue(call)
+        if primitive.kind == "advancing":
+            self.version += 1
+        handle = Handle(self.world.controller, number, layout.keepers, self.world.controller.forget)
+        if not primitive.writes:
+            return handle
+        stamp = Stamp(call.iteration, self.name, self.version)
+        origin = Origin(handle, layout.owners, stamp, self.world.release)
+        return Batch(self.world.controller, rows, dict.fromkeys(primitive.writes, origin))
+
+    def _check_columns(self, primitive: Primitive, batch: Batch) -> None:
+        missing = [name for name in primitive.reads if name not in batch.columns]
+        if missing:
+            raise ValueError(
+                f"{self.name}.{primitive.name} reads column {', '.join(missing)}, which the batch does not have; it has "
+                f"{', '.join(batch.columns)}. Call the primitive that writes it first"
+            )
+
+    def refine(self, name: str, **changes: Any) -> None:
+        """Change what a primitive reads or writes in this run (a configured function has needs of its own)."""
+        self.primitives[name] = dataclasses.replace(self.primitives[name], **changes)

@@ -1,0 +1,1 @@
+"""Parallel layouts for training and generation, and what lies between them."""
