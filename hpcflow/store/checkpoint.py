@@ -18,6 +18,7 @@ from hpcflow.store.durable import fsync_file, fsync_folder, require_space, write
 
 COMPLETE = "complete.json"
 NAME = re.compile(r"iteration_(\d+)(?:\.(\d+))?")
+LEFTOVERS = {".tmp": "unfinished", ".trash": "half deleted"}
 
 
 class Checkpoint(NamedTuple):
@@ -48,6 +49,7 @@ class CheckpointDir:
         temp = self._temp(iteration)
         shutil.rmtree(temp, ignore_errors=True)
         temp.mkdir(parents=True)
+        fsync_folder(self.folder.parent)
         return temp
 
     def finish(self, iteration: int, meta: dict[str, Any]) -> Checkpoint:
@@ -74,7 +76,7 @@ class CheckpointDir:
             match = NAME.fullmatch(folder.name)
             try:
                 if match is None:
-                    raise ValueError("unfinished" if folder.name.endswith(".tmp") else "not a checkpoint's name")
+                    raise ValueError(LEFTOVERS.get(folder.suffix, "not a checkpoint's name"))
                 found.append((int(match[1]), int(match[2] or 0), folder, _verify(folder)))
             except (OSError, ValueError) as error:
                 self.skipped[folder.name] = str(error)
@@ -98,9 +100,9 @@ class CheckpointDir:
             doomed += [path for path in self.folder.glob("*.tmp") if _iteration(path.stem) < newest]
         for folder in doomed:
             # Renamed first, so that a kill in the middle leaves nothing that looks complete.
-            trash = folder if folder.suffix == ".tmp" else folder.with_name(f"{folder.name}.tmp")
-            os.rename(folder, trash)
+            os.rename(folder, folder.with_name(f"{folder.name}.trash"))
             fsync_folder(self.folder)
+        for trash in self.folder.glob("*.trash"):
             shutil.rmtree(trash)
         return doomed
 

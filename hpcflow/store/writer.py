@@ -14,7 +14,7 @@ import torch
 from hpcflow.data.columns import Columns, select_rows
 from hpcflow.data.ids import digest
 from hpcflow.store import schema
-from hpcflow.store.durable import append_line, require_space, write_atomic
+from hpcflow.store.durable import append_line, fsync_folder, require_space, write_atomic
 from hpcflow.store.segments import REWINDS, Segment, Segments, live_commits, read_rewinds
 from hpcflow.store.summary import summarise
 
@@ -42,6 +42,7 @@ class RunWriter:
             raise ValueError(f"there is no run directory {self.run}")
         self.folder = self.run / "iterations"
         self.folder.mkdir(exist_ok=True)
+        fsync_folder(self.run)
         self._lock = _lock(self.folder / "writer.lock")
         try:
             self._segments = Segments(self.folder)
