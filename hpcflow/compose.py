@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -105,7 +106,7 @@ def _hydra(config_dir: Path | str | None) -> Iterator[None]:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         works = nearest(choice, error.options or []).replace(", ", f", {group}=")
         raise ConfigError([Problem(group, choice, "there is no such config", f"{group}={works}")]) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(f"the config cannot be composed: {error}") from error
     finally:
         UserConfigs.folder = None
@@ -113,13 +114,9 @@ def _hydra(config_dir: Path | str | None) -> Iterator[None]:
 
 def _parse(overrides: list[str]) -> list[Override]:
     """The overrides, the last one of each group only: a script's choices yield to those typed after them."""
-    parser = OverridesParser.create()
     parsed: dict[str, Override] = {}
     for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            raise ValueError(f"{text!r} is not an override; works: key=value, e.g. iterations=2") from error
+        override = _parse_one(text)
         if override.is_sweep_override():
             raise ValueError(f"{text}: one run takes one value; works: {override.key_or_group}="
                              f"{text.partition('=')[2].partition(',')[0]}")
@@ -129,6 +126,19 @@ def _parse(overrides: list[str]) -> list[Override]:
             raise ConfigError([Problem(key, text.partition("=")[2], "there is no such key or group", near)])
         parsed[key if _is_group(key) else text] = override
     return list(parsed.values())
+
+
+def _parse_one(text: str) -> Override:
+    parser = OverridesParser.create()
+    key, _, value = text.partition("=")
+    # Hydra wants quotes around what holds = or ?, as the paths of tasks and random models do; a shell eats them.
+    quoted = [] if not value or set(value) & set("[]{}()'\"\\") else [f"{key}='{value}'"]
+    for attempt in [text, *quoted]:
+        try:
+            return parser.parse_override(attempt)
+        except HydraException as caught:
+            error = caught
+    raise ValueError(f"{text!r} is not an override; works: key=value, e.g. iterations=2") from error
 
 
 def _hydra_words(override: Override) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run did, as text and curves: `report`. Works on finished, running and crashed runs, also without iterations."""
+"""What a run did, as text and curves; for finished, running and crashed runs, also without iterations."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def quarters(history: list[Facts]) -> list[list[Facts]]:
 
 
 def reward(part: list[Facts]) -> Mean:
-    """Mean reward over all samples of some iterations, exactly, from each one's mean, standard error and count."""
+    """Mean reward over all samples of some iterations, exact, from their means, standard errors, counts."""
     count, total, squares = 0, 0.0, 0.0
     for metrics in (facts["metrics"] for facts in part):
         n = int(metrics.get("reward_samples", 0))
@@ -190,7 +190,8 @@ def _nodes(history: list[Facts]) -> Iterable[str]:
     for key, total in seconds.most_common():
         share = f"{100 * total / wall:.1f} %" if wall else "-"
         count = calls[key]
-        rows.append((".".join(key), str(count), _number(total / count), share, _number(moved[key] / count / 2**20)))
+        volume = _number(moved[key] / count / 2**20)
+        rows.append((".".join(key), str(count), _number(total / count), share, volume))
     yield ""
     yield from _table(rows)
     yield "(nodes in different pools overlap, so shares may add up to more than 100 %)"
@@ -241,7 +242,7 @@ def _continue(run: store.Run) -> str:
 
 
 def draw_curves(history: list[Facts], path: Path) -> None:
-    """The metrics named in `CURVES` that were recorded, over iterations, as a PNG. OSError when not writable."""
+    """The metrics of `CURVES` that were recorded, over iterations, as a PNG. OSError when not writable."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -267,6 +268,7 @@ def draw_curves(history: list[Facts], path: Path) -> None:
             axis.legend()
         axis.set_title(name)
         axis.set_xlabel("iteration")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.tight_layout()
     temp = path.with_name("curves.tmp.png")
     try:

@@ -86,7 +86,7 @@ def _value(kind: Any, value: Any, key: str, limits: dict[str, Any], problems: li
     if type(value) is not kind:
         basic = dict if dataclasses.is_dataclass(kind) else origin or kind
         why = f"must be {WORDS[basic]}" + (f" of {len(args)}" if basic is tuple else "")
-        problems.append(Problem(key or "config", value, why, _works(key, basic, limits)))
+        problems.append(Problem(key or "config", value, why, _works(key.partition("[")[0], basic, limits)))
     elif why := _out_of_range(value, limits):
         problems.append(Problem(key, value, why, _works(key.partition("[")[0], kind, limits)))
     return value

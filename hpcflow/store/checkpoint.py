@@ -1,8 +1,9 @@
 """Checkpoints of a run: folders that count only when complete.
 
-``RUN/checkpoints/iteration_N`` is the state after iteration N. Many ranks write into a temporary folder; then one
-process makes all of it durable, adds ``complete.json`` (the meta data and the size of each file) last, and renames
-the folder. A second checkpoint of the same iteration becomes ``iteration_N.1`` and counts instead of the first.
+``RUN/checkpoints/iteration_N`` is the state after iteration N. Many ranks write into a temporary folder; then
+one process makes all of it durable, adds ``complete.json`` (the meta data and the size of each file) last,
+and renames the folder. A second checkpoint of the same iteration becomes ``iteration_N.1`` and counts instead
+of the first.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CheckpointDir:
         require_space(self.folder, needed, "a checkpoint")
 
     def begin(self, iteration: int) -> Path:
-        """An empty temporary folder for all ranks to write into; what a killed attempt left there is removed."""
+        """An empty temporary folder for all ranks to write into; what a killed attempt left is removed."""
         temp = self._temp(iteration)
         shutil.rmtree(temp, ignore_errors=True)
         temp.mkdir(parents=True)

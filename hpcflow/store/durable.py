@@ -1,4 +1,4 @@
-"""Bytes on disk that survive a kill at any instant: whole files by temp + fsync + rename, logs line by line."""
+"""Bytes on disk that survive a kill at any instant: files by temp + fsync + rename, logs line by line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Kept free on the file system whatever is written, so that logs and small files can still be written afterwards.
+# Kept free on the file system whatever is written, so that logs can still be written afterwards.
 MARGIN_BYTES = 1 << 20
 
 
@@ -31,7 +31,7 @@ def fsync_file(path: Path) -> None:
 
 
 def publish(temp: Path, path: Path) -> None:
-    """Give the file ``temp``, fully written, its final name: visible whole or not at all, also after power loss."""
+    """Give the file ``temp``, fully written, its name: visible whole or not at all, also after power loss."""
     fsync_file(temp)
     os.rename(temp, path)
     fsync_folder(path.parent)
@@ -61,8 +61,8 @@ def require_space(folder: Path, needed: int, what: str) -> None:
     if free < needed + MARGIN_BYTES:
         raise OSError(
             errno.ENOSPC,
-            f"{what} needs {megabytes(needed + MARGIN_BYTES)} in {folder}, but only {megabytes(free)} are free; "
-            "free space there and resume, or start the run on another file system (run.dir=...)",
+            f"{what} needs {megabytes(needed + MARGIN_BYTES)} in {folder}, but only {megabytes(free)} are "
+            "free; make space there and resume, or start the run on another file system (run.dir=...)",
         )
 
 

@@ -105,9 +105,8 @@ class Run:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """{what could not be read, by path inside the run: why}, as of now; damage inside a file once it was met."""
-        self._commits()
-        return self._bad_files | self._bad_content
+        """{path inside the run: why it could not be read}, as of now; damage inside a file once it was
+        met.""" self._commits() return self._bad_files | self._bad_content
 
     @property
     def superseded(self) -> list[tuple[int, int]]:
@@ -128,7 +127,7 @@ class Run:
         return read_lines(self.path / "evals.jsonl")
 
     def iteration(self, number: int) -> Iteration:
-        """ValueError when it is not committed, naming those that are; `Unreadable` when its file is damaged."""
+        """ValueError when it is not committed, naming those that are; `Unreadable` when damaged."""
         commits = self._commits()
         if number not in commits:
             known = f"{min(commits)} to {max(commits)}" if commits else "none"
@@ -136,14 +135,14 @@ class Run:
         return Iteration(self, self._read(commits[number], schema.get_facts))
 
     def history(self) -> list[dict[str, Any]]:
-        """The facts of all committed iterations, in order. Damaged ones are left out, and named in ``skipped``."""
+        """The facts of all committed iterations, in order. Damaged ones are left out (see ``skipped``)."""
         return list(self._scan(schema.get_facts))
 
     def samples(self, iteration: int | None = None, tokenizer: Any = None) -> list[dict[str, Any]]:
         """The samples of one iteration or of all, as plain Python values.
 
-        Each has iteration, id, epoch, prompt_index, draw, generated_by (model, weight version) if known, and its
-        value of each column: numbers, lists, and text for ragged uint8. With a tokenizer (anything with
+        Each has iteration, id, epoch, prompt_index, draw, generated_by (model, weight version) if known, and
+        its value of each column: numbers, lists, and text for ragged uint8. With a tokenizer (anything with
         ``decode(list of ids)``), also prompt and response as text.
         """
         numbers = None if iteration is None else [self.iteration(iteration).number]
@@ -220,7 +219,7 @@ class Run:
                 raise Unreadable(f"{self.folder / segment.name}, commit {sequence}: {error}") from error
 
     def _scan(self, read: Callable[[h5py.Group], T], numbers: Iterable[int] | None = None) -> Iterator[T]:
-        """``read`` of each committed iteration (or of those named), in order, opening each file about once."""
+        """``read`` of each committed iteration (or those named), in order, opening each file about once."""
         commits = self._commits()
         todo = [commits[number] for number in sorted(commits if numbers is None else numbers)]
         while todo:
@@ -253,6 +252,10 @@ def _generated_by(stamps: Mapping[str, Stamp]) -> tuple[str, int] | None:
     return tuple(stamps[GENERATED][1:]) if GENERATED in stamps else None
 
 
+def _is_text(column: Column) -> bool:
+    return isinstance(column, Ragged) and column.values.dtype == torch.uint8 and column.values.dim() == 1
+
+
 def _samples(group: h5py.Group, tokenizer: Any) -> list[dict[str, Any]]:
     facts, ids = schema.get_facts(group), schema.get_ids(group)
     table: dict[str, list] = {"iteration": [facts["iteration"]] * len(ids), "id": ids.tolist()}
@@ -263,8 +266,7 @@ def _samples(group: h5py.Group, tokenizer: Any) -> list[dict[str, Any]]:
         table["generated_by"] = [generated_by] * len(ids)
     for name in sorted(facts["stamps"]):
         column = schema.get_column(group, name)
-        is_text = isinstance(column, Ragged) and column.values.dtype == torch.uint8 and column.values.dim() == 1
-        table[name] = texts(column) if is_text else column.tolist()
+        table[name] = texts(column) if _is_text(column) else column.tolist()
     if tokenizer is not None:
         for text, name in (("prompt", "prompt_ids"), ("response", GENERATED)):
             if name in table:

@@ -1,7 +1,7 @@
 """The layout of a run's iteration files, version 1.
 
-A file holds one committed iteration or, after compaction, a run of them (`hpcflow.store.segments`). It is plain
-HDF5, readable by h5py, h5dump or anything else:
+A file holds one committed iteration or, after compaction, a run of them (`hpcflow.store.segments`). It is
+plain HDF5, readable by h5py, h5dump or anything else:
 
     /                      attributes format="hpcflow iterations", schema=1
     /index                 int64 [n, 2]: (sequence, iteration) of each commit in the file, by sequence
@@ -17,12 +17,12 @@ HDF5, readable by h5py, h5dump or anything else:
             nodes          [{call, model, method, ranks, start, end, busy: {rank: s}, bytes, spans}]
             and whatever else the writer was given (wall_s, idle, tokens, accelerator_s, ...)
 
-Element types without an HDF5 type (bfloat16, float8) are stored as unsigned integers of the same bits, with an
-attribute ``torch_dtype`` on the dataset. Bool is HDF5's enum, as h5py writes it.
+Element types without an HDF5 type (bfloat16, float8) are stored as unsigned integers of the same bits, with
+an attribute ``torch_dtype`` on the dataset. Bool is HDF5's enum, as h5py writes it.
 
-*Sequence* counts commits of the run; it equals the iteration unless a run went back to an earlier iteration. Then
-`iterations/rewinds.jsonl` says {"sequence": s, "iteration": k}: commits numbered below s of iterations from k on are
-superseded. They stay on disk, but no longer count.
+*Sequence* counts commits of the run; it equals the iteration unless a run went back to an earlier iteration.
+Then `iterations/rewinds.jsonl` says {"sequence": s, "iteration": k}: commits numbered below s of iterations
+from k on are superseded. They stay on disk, but no longer count.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def group_name(sequence: int) -> str:
 
 
 def encode(sequence: int, facts: dict[str, Any], ids: torch.Tensor, columns: Columns) -> bytes:
-    """The image of a file with one commit. Takes memory of twice the data: HDF5 never sees a full disk this way.
+    """The image of a file with one commit: made in memory (twice the data), HDF5 never sees a full disk.
 
     ``facts`` must hold "iteration". ValueError when a column or a fact has no representation.
     """
@@ -111,8 +111,8 @@ def _plain(value: Any) -> Any:
 def opened(path: Path) -> Iterator[h5py.File]:
     """A committed file, read-only, without HDF5's locks (parallel file systems often have none).
 
-    FileNotFoundError when it is gone (compaction), `Unreadable` when it is not ours or damaged, also when that
-    shows only inside the ``with`` block.
+    FileNotFoundError when it is gone (compaction), `Unreadable` when it is not ours or damaged, also when
+    that shows only inside the ``with`` block.
     """
     try:
         with h5py.File(path, "r", locking=False) as file:

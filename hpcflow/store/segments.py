@@ -1,10 +1,10 @@
 """The files of RUN/iterations: their names, which of them count, and merging them in tiers.
 
-A commit writes one file, ``000000012.h5`` (its sequence). Whenever `FAN` files of a tier exist, the oldest are
-merged into one of the next tier, ``000000000-000000031.tier1.h5``: a new file is written and made durable, and only
-then are the old ones removed. So a file that has its name never changes; a kill leaves at worst both the merged file
-and some of its parts, which count once; n commits leave at most 31 files per tier, and each byte is written once
-per tier (log32 n times).
+A commit writes one file, ``000000012.h5`` (its sequence). Whenever `FAN` files of a tier exist, the oldest
+are merged into one of the next tier, ``000000000-000000031.tier1.h5``: a new file is written and made
+durable, and only then are the old ones removed. So a file that has its name never changes; a kill leaves at
+worst both the merged file and some of its parts, which count once; n commits leave at most 31 files per tier,
+and each byte is written once per tier (log32 n times).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Segment:
 def list_names(folder: Path) -> list[str]:
     """The names of all .h5 files, as of one moment.
 
-    One pass over a folder can miss both a part (just removed) and the merged file (created behind the pass). Two
-    equal passes cannot: the merged file was there before its part went.
+    One pass over a folder can miss both a part (just removed) and the merged file (created behind the pass).
+    Two equal passes cannot: the merged file was there before its part went.
     """
     names = None
     while True:
@@ -66,10 +66,9 @@ def list_names(folder: Path) -> list[str]:
 
 
 def index_of(folder: Path, segment: Segment) -> list[tuple[int, int]]:
-    """(sequence, iteration) of each commit in a file; errors as `schema.opened`, also if it belies the name."""
-    index = read_index(folder / segment.name)
-    sequences = [sequence for sequence, _ in index]
-    if not sequences or (min(sequences), max(sequences)) != (segment.first, segment.last):
+    """(sequence, iteration) of each commit in a file; errors as `schema.opened`, also if it belies its
+    name.""" index = read_index(folder / segment.name) sequences = [sequence for sequence, _ in index] if not
+    sequences or (min(sequences), max(sequences)) != (segment.first, segment.last):
         raise Unreadable(f"damaged: it lists commits {sequences[:4]}, which its name does not")
     return index
 
@@ -84,7 +83,7 @@ def find_owners(indexes: dict[Segment, list[tuple[int, int]]]) -> dict[int, tupl
 
 
 def read_rewinds(folder: Path) -> list[tuple[int, int]]:
-    """(sequence, iteration) of each time the run went back: earlier sequences of iterations from there on are void."""
+    """(sequence, iteration) of each rewind: earlier sequences of iterations from there on are void."""
     return [(entry["sequence"], entry["iteration"]) for entry in read_lines(folder / REWINDS)]
 
 
@@ -103,8 +102,8 @@ class Segments:
     def __init__(self, folder: Path) -> None:
         """Reads every file's index, and removes what a killed predecessor left half done.
 
-        `NewerSchema` when one is a later hpcflow's: which iterations exist is then unknown. Other unreadable files
-        are left alone and listed in ``damaged``.
+        `NewerSchema` when one is a later hpcflow's: which iterations exist is then unknown. Other unreadable
+        files are left alone and listed in ``damaged``.
         """
         self.folder = folder
         self.files: set[Segment] = set()
@@ -135,7 +134,7 @@ class Segments:
         self.owners[segment.first] = (iteration, segment)
 
     def compact(self) -> None:
-        """Merge where `FAN` files of a tier are there. What cannot be merged now (no space) waits; nothing is lost."""
+        """Merge where a tier has `FAN` files. What cannot be merged now (no space) waits; nothing is lost."""
         for tier in itertools.count():
             if all(segment.tier < tier for segment in self.files):
                 return

@@ -13,8 +13,8 @@ from hpcflow.data.columns import Columns, Ragged
 def summarise(columns: Columns, facts: dict[str, Any]) -> dict[str, float]:
     """Metrics computed from columns (float64, over samples) and from facts; what is missing is left out.
 
-    reward, reward_se   mean over the samples whose reward could be computed (reward_ok), and the standard error of
-                        that mean (from two samples on, draws counted as independent)
+    reward, reward_se   mean over the samples whose reward could be computed (reward_ok), and the standard
+                        error of that mean (from two samples on, draws counted as independent)
     reward_samples      how many those are
     reward_error_rate   share of samples whose reward failed
     kl                  mean of column "kl" over response tokens that count (loss_mask)

@@ -72,7 +72,8 @@ class RunWriter:
         pending = self._pending.get(iteration)
         if pending is None:
             if len(ids.unique()) != len(ids):
-                raise ValueError(f"iteration {iteration}: {len(ids)} rows, but {len(ids.unique())} sample ids")
+                distinct = len(ids.unique())
+                raise ValueError(f"iteration {iteration}: {len(ids)} rows, but {distinct} sample ids")
             pending = self._pending[iteration] = _Pending(ids.cpu().contiguous(), {}, {})
         twice = sorted(set(columns) & set(pending.columns))
         if twice:
@@ -82,13 +83,15 @@ class RunWriter:
         pending.stamps |= stamps
 
     def commit(self, iteration: int, facts: dict[str, Any]) -> dict[str, float]:
-        """Make what was recorded of ``iteration``, and ``facts`` (see `schema`), durable; returns its metrics.
+        """Make what was recorded of ``iteration`` and ``facts`` (see `schema`) durable; returns its metrics.
 
-        OSError (ENOSPC: says what is needed and free): nothing is committed, nothing recorded is lost, and commit
-        may be called again. ValueError when the iteration is committed already: `rewind` first.
+        OSError (ENOSPC: says what is needed and free): nothing is committed, nothing recorded is lost, and
+        commit may be called again. ValueError when the iteration is committed already: `rewind` first.
         """
         if iteration in self._live:
-            raise ValueError(f"iteration {iteration} is already committed in {self.run}; rewind({iteration}) first")
+            raise ValueError(
+                f"iteration {iteration} is already committed in {self.run}; rewind({iteration}) first"
+            )
         pending = self._pending.get(iteration)
         if pending is None:
             pending = _Pending(torch.empty(0, dtype=torch.int64), {}, {})
@@ -109,7 +112,7 @@ class RunWriter:
         return metrics
 
     def rewind(self, iteration: int) -> list[int]:
-        """Go back: committed iterations from ``iteration`` on no longer count. Returns them; drops all buffers.
+        """Go back: committed iterations from ``iteration`` on count no more. Returns them; drops all buffers.
 
         Their files stay, so nothing that was paid for is lost, but readers leave them out from now on.
         """
@@ -139,8 +142,8 @@ def _aligned(iteration: int, known: torch.Tensor, ids: torch.Tensor, columns: Co
     order, wanted = ids.argsort(), known.argsort()
     if len(known) != len(ids) or not torch.equal(ids[order], known[wanted]):
         raise ValueError(
-            f"iteration {iteration}: columns {sorted(columns)} are of other samples than those recorded before: "
-            f"{len(ids)} rows (digest {digest(ids)}) against {len(known)} (digest {digest(known)})"
+            f"iteration {iteration}: columns {sorted(columns)} are of other samples than those recorded "
+            f"before: {len(ids)} rows (digest {digest(ids)}) against {len(known)} (digest {digest(known)})"
         )
     index = torch.empty_like(order)
     index[wanted] = order

@@ -1,0 +1,248 @@
+"""Rewards from verifier functions, each call in a process that may fail without harm.
+
+A function that raises, hangs, ends its process or returns no finite number costs its own sample only: that sample is
+marked with the error, the process is replaced if need be, and all others get their rewards.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpcflow.data import verifier_process as wire
+
+START_S = 120.0  # for a process to import its function: long, because file systems of clusters can be slow
+FOREIGN = re.compile(
+    r"(MPI|PMI|PMI2|PMIX|OMPI|PRTE|HYDRA|HYDI|I_MPI|MPICH|MPIR|UCX|FI|VLLM)_"
+    r"|SLURM_(STEP|PROCID|LOCALID|NODEID|GTIDS|TASK|LAUNCH|SRUN|PMI|MPI|CPU_BIND|MEM_BIND)"
+    r"|((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_PRELOAD|HPCFLOW_FORKSERVER)$"
+)
+
+
+def clean_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Without what belongs to one MPI rank, Slurm step or vLLM engine and would mislead a process of its own."""
+    return {name: value for name, value in environment.items() if not FOREIGN.match(name)}
+
+
+class _Server:
+    """The process that forks verifier processes (`hpcflow.data.verifier_process`)."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            # -P: the script's folder must not shadow modules. The hash seed decides the order of sets, on which a
+            # verifier's result may depend.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", wire.__file__, str(self.owner)],
+                stdin=theirs,
+                env={"PYTHONHASHSEED": "0"} | clean_environment(dict(os.environ)),
+                start_new_session=True,  # an interrupt from the terminal is the owner's to handle
+            )
+        atexit.register(self.close)
+
+    def start(self, function: str, args: dict[str, Any]) -> tuple[int, socket.socket]:
+        """Fork a verifier process: (pid, socket to it)."""
+        path = [os.path.abspath(folder) for folder in sys.path]
+        pid = self._ask({"start": {"function": function, "args": args, "path": path}})["pid"]
+        _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
+        return pid, socket.socket(fileno=fds[0])
+
+    def end(self, pid: int, grace: float) -> str:
+        """How the process ended, in words; killed after ``grace`` seconds."""
+        return self._ask({"end": pid, "grace": grace})["status"]
+
+    def usable(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def close(self) -> None:
+        self.control.close()
+        if self.owner == os.getpid():
+            self.process.wait()
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            wire.send(self.control, message)
+            reply = wire.receive(self.control)
+        except OSError:
+            reply = None
+        if reply is None:
+            raise RuntimeError("the server of verifier processes has ended; its output tells why")
+        return reply
+
+
+_server: _Server | None = None
+
+
+def prepare() -> None:
+    """Start the server of verifier processes, once per process.
+
+    To be called from the main thread before MPI_Init: forking later is unsafe, and the server would inherit what MPI
+    put into the environment. The server ends with this process, however that ends.
+    """
+    global _server
+    if _server is None or not _server.usable():
+        _server = _Server()
+
+
+@dataclass(eq=False)
+class _Process:
+    """A verifier process: starting (not ready), idle (no sample) or at work."""
+
+    pid: int
+    connection: socket.socket
+    deadline: float
+    ready: bool = False
+    sample: int | None = None
+
+
+class VerifierPool:
+    """``processes`` processes that call a reward function, each call for at most ``timeout_s`` seconds.
+
+    function: dotted path of f(prompt: str, response: str, record: dict, **args) -> float, see
+    `hpcflow.data.verifiers`. ValueError when it cannot be imported. Calls `prepare` if nobody has.
+    """
+
+    def __init__(self, function: str, *, processes: int, timeout_s: float, args: dict[str, Any] | None = None) -> None:
+        assert processes >= 1 and timeout_s > 0
+        prepare()
+        self.server = _server
+        self.function, self.args, self.timeout_s = function, dict(args or {}), timeout_s
+        self.processes = [self._start() for _ in range(processes)]
+        self.failed_starts = 0  # in a row
+        first = self.processes[0]
+        error = self._start_error(first) if self._wait([first], first.deadline) else f"no start within {START_S:g} s"
+        if error:
+            self.close()
+            raise ValueError(f"reward function {function!r} cannot be used: {error}")
+
+    def score(self, samples: Sequence[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+        """Rewards of samples {"prompt": str, "response": str, "record": dict}, in their order.
+
+        (reward float32 [n], ok bool [n], errors): where ok is false the reward is 0 and the error says what happened;
+        elsewhere the error is "". RuntimeError when no verifier process can be started any more.
+        """
+        results: dict[int, float | str] = {}
+        waiting = deque(range(len(samples)))
+        try:
+            while len(results) < len(samples):
+                self._hand_out(samples, waiting)
+                busy = [p for p in self.processes if p.sample is not None or not p.ready]
+                for process in self._wait(busy, min(p.deadline for p in busy)):
+                    self._hear(process, results)
+                for process in [p for p in busy if p in self.processes and p.deadline <= time.monotonic()]:
+                    self._give_up(process, results)
+        finally:
+            for process in [p for p in self.processes if p.sample is not None]:  # an exception, an interrupt
+                self._replace(process, grace=0.0)
+        answers = [results[i] for i in range(len(samples))]
+        ok = [isinstance(answer, float) for answer in answers]
+        reward = [answer if good else 0.0 for answer, good in zip(answers, ok, strict=True)]
+        errors = ["" if good else answer for answer, good in zip(answers, ok, strict=True)]
+        return torch.tensor(reward, dtype=torch.float32), torch.tensor(ok, dtype=torch.bool), errors
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for process in self.processes:
+            process.connection.close()
+            self.server.end(process.pid, 0.0)
+        self.processes = []
+
+    def __enter__(self) -> VerifierPool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _start(self) -> _Process:
+        pid, connection = self.server.start(self.function, self.args)
+        connection.settimeout(self.timeout_s)  # for a reply that stops half way
+        return _Process(pid, connection, deadline=time.monotonic() + START_S)
+
+    def _hand_out(self, samples: Sequence[dict[str, Any]], waiting: deque[int]) -> None:
+        """Give waiting samples to idle processes."""
+        idle = [p for p in self.processes if p.ready and p.sample is None][: len(waiting)]
+        for process in self._wait(idle, 0.0):  # an idle process says nothing: it has ended
+            self._replace(process, grace=1.0)
+            idle.remove(process)
+        for process in idle:
+            process.sample = waiting.popleft()
+            process.deadline = time.monotonic() + self.timeout_s
+            try:
+                wire.send(process.connection, {"sample": process.sample, **samples[process.sample]})
+            except OSError:
+                pass  # it has just ended; the end of its stream will be read
+
+    def _hear(self, process: _Process, results: dict[int, float | str]) -> None:
+        """Take what a starting or working process has to say."""
+        if not process.ready:
+            error = self._start_error(process)
+            if error:
+                self._failed_start(process, error)
+            else:
+                self.failed_starts = 0
+            return
+        try:
+            reply = wire.receive(process.connection)
+        except (OSError, ValueError):
+            reply = None
+        if reply is not None and reply.get("sample") == process.sample:
+            results[process.sample] = reply.get("error") or float(reply["reward"])
+            process.sample = None
+        else:
+            sample = process.sample
+            results[sample] = f"the verifier's process ended: {self._replace(process, grace=1.0)}"
+
+    def _give_up(self, process: _Process, results: dict[int, float | str]) -> None:
+        """A process is over its time."""
+        if not process.ready:
+            self._failed_start(process, f"no start within {START_S:g} s")
+            return
+        results[process.sample] = f"no answer within {self.timeout_s:g} s"
+        self._replace(process, grace=0.0)
+
+    def _start_error(self, process: _Process) -> str:
+        """"" and the process is ready, or why it could not start."""
+        try:
+            reply = wire.receive(process.connection)
+        except (OSError, ValueError):
+            reply = None
+        if reply is None:
+            return f"its process ended while starting: {self.server.end(process.pid, 1.0)}"
+        process.ready = "ready" in reply
+        return reply.get("error", "")
+
+    def _failed_start(self, process: _Process, error: str) -> None:
+        self.failed_starts += 1
+        if self.failed_starts > 2 * len(self.processes):  # more than all at once by one passing cause
+            raise RuntimeError(f"verifier processes for {self.function!r} do not start: {error}")
+        self._replace(process, grace=0.0)
+
+    def _replace(self, process: _Process, grace: float) -> str:
+        """End a process, start another in its place; returns how it ended."""
+        process.connection.close()
+        status = self.server.end(process.pid, grace)
+        self.processes[self.processes.index(process)] = self._start()
+        return status
+
+    @staticmethod
+    def _wait(processes: Sequence[_Process], deadline: float) -> list[_Process]:
+        """Those of the processes that have something to say, at the latest at ``deadline`` (monotonic seconds)."""
+        poll = select.poll()
+        by_fd = {process.connection.fileno(): process for process in processes}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        return [by_fd[fd] for fd, _ in ready]
