@@ -49,8 +49,9 @@ def lines(text, start):
 
 
 def test_a_finished_run(run):
-    store.append_line(run / "evals.jsonl", {"when": "before", "reward_mean": 0.25, "reward_se": 0.03, "samples": 32})
-    store.append_line(run / "evals.jsonl", {"when": "after", "reward_mean": 0.75, "reward_se": 0.04, "samples": 32})
+    for when, mean, error in (("before", 0.25, 0.03), ("after", 0.75, 0.04)):
+        entry = {"when": when, "reward_mean": mean, "reward_se": error, "samples": 32}
+        store.append_line(run / "evals.jsonl", entry)
     store.append_line(run / "exits.jsonl", {"rank": 0, "exit": 0, "signal": None, "time": 200.0})
     text = report(run)
     assert max(map(len, text.splitlines())) <= 110 + len(str(run))
@@ -92,7 +93,8 @@ def test_a_live_and_a_crashed_run(run):
     text = report(run)
     assert "state      8 of 20" in text and "running, or cut off without a trace" in text
     assert lines(text, "continue") == [f"continue   hpcflow train --resume {run}"]
-    store.append_line(run / "exits.jsonl", {"rank": 7, "exit": 1, "signal": None, "time": 50.0})  # an earlier launch
+    # Rank 7 ended in an earlier launch.
+    store.append_line(run / "exits.jsonl", {"rank": 7, "exit": 1, "signal": None, "time": 50.0})
     store.append_line(run / "exits.jsonl", {"rank": 3, "exit": None, "signal": 9, "time": 150.0})
     store.append_line(run / "exits.jsonl", {"rank": 1, "exit": 1, "signal": None, "time": 151.0})
     text = report(run)

@@ -105,8 +105,9 @@ class Run:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """{path inside the run: why it could not be read}, as of now; damage inside a file once it was
-        met.""" self._commits() return self._bad_files | self._bad_content
+        """{path inside the run: why it could not be read}, as of now; damage inside a file once met."""
+        self._commits()
+        return self._bad_files | self._bad_content
 
     @property
     def superseded(self) -> list[tuple[int, int]]:

@@ -66,9 +66,10 @@ def list_names(folder: Path) -> list[str]:
 
 
 def index_of(folder: Path, segment: Segment) -> list[tuple[int, int]]:
-    """(sequence, iteration) of each commit in a file; errors as `schema.opened`, also if it belies its
-    name.""" index = read_index(folder / segment.name) sequences = [sequence for sequence, _ in index] if not
-    sequences or (min(sequences), max(sequences)) != (segment.first, segment.last):
+    """(sequence, iteration) of each commit in a file; errors as `schema.opened`, also if not as named."""
+    index = read_index(folder / segment.name)
+    sequences = [sequence for sequence, _ in index]
+    if not sequences or (min(sequences), max(sequences)) != (segment.first, segment.last):
         raise Unreadable(f"damaged: it lists commits {sequences[:4]}, which its name does not")
     return index
 

@@ -37,7 +37,8 @@ def test_the_last_one_counts_in_number_order(tmp_path, checkpoints):
     iteration, folder, meta = store.latest(tmp_path)
     assert (iteration, meta) == (10, {"versions": {"actor": 10}, "data_position": 320})
     assert (folder / "actor/0.distcp").read_bytes() == bytes([10]) * 100
-    assert json.loads((folder / "complete.json").read_text())["files"] == {"actor/0.distcp": 100, "rng.json": 2}
+    content = json.loads((folder / "complete.json").read_text())
+    assert content["files"] == {"actor/0.distcp": 100, "rng.json": 2}
 
 
 def test_what_does_not_count_is_named(tmp_path, checkpoints):
@@ -70,7 +71,7 @@ def test_a_killed_attempt_is_begun_afresh(checkpoints):
     folder = checkpoints.begin(3)
     assert list(folder.iterdir()) == []
     (folder / "new").write_bytes(b"y")
-    assert [path.name for path in sorted(checkpoints.finish(3, {}).folder.iterdir())] == ["complete.json", "new"]
+    assert sorted(os.listdir(checkpoints.finish(3, {}).folder)) == ["complete.json", "new"]
 
 
 def test_a_second_one_of_an_iteration_counts_instead(checkpoints):

@@ -1,4 +1,4 @@
-"""Files of others, damaged, newer, read-only; a full disk; two writers. Each is named, none costs an iteration."""
+"""Foreign, damaged, newer, read-only files; a full disk; two writers. None costs an iteration."""
 
 import errno
 import os

@@ -59,7 +59,7 @@ def test_kills_at_random_instants_lose_no_acknowledged_iteration(tmp_path, proce
                 break
         run = store.open(tmp_path)
         assert run.skipped == {}
-        # At most one more was committed in the instant before it could be acknowledged; the next launch counts it.
+        # At most one more was committed just before it could be acknowledged; the next launch counts it.
         assert run.iterations in (list(range(acknowledged[-1] + 1)), list(range(acknowledged[-1] + 2)))
     assert len(set(acknowledged)) == len(acknowledged) >= KILLS
     assert [sample["id"] for sample in run.samples()] == [

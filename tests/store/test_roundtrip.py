@@ -73,7 +73,8 @@ def test_views_are_stored_as_they_look(tmp_path):
 
 def test_a_type_that_cannot_be_stored_is_named(tmp_path):
     with pytest.raises(ValueError, match="column 'x' is of torch.float8_e5m2fnuz"):
-        schema.encode(0, {"iteration": 0}, torch.arange(1), {"x": torch.zeros(1, dtype=torch.float8_e5m2fnuz)})
+        x = torch.zeros(1, dtype=torch.float8_e5m2fnuz)
+        schema.encode(0, {"iteration": 0}, torch.arange(1), {"x": x})
 
 
 def test_a_fact_that_cannot_be_stored_is_named(tmp_path):
@@ -104,7 +105,8 @@ def test_violations_name_both_sides_and_keep_what_was_recorded(tmp_path):
     reward, stamp = {"reward": torch.zeros(4)}, {"reward": (0, "reward", 3)}
     with store.RunWriter(tmp_path) as writer:
         writer.record(0, ids_of(0), reward, stamp)
-        with pytest.raises(ValueError, match=r"'reward' recorded twice.*\(0, 'reward', 3\).*\(0, 'reward', 4\)"):
+        twice = r"'reward' recorded twice.*\(0, 'reward', 3\).*\(0, 'reward', 4\)"
+        with pytest.raises(ValueError, match=twice):
             writer.record(0, ids_of(0), reward, {"reward": (0, "reward", 4)})
         for other in (ids_of(1), ids_of(0)[:3]):
             with pytest.raises(ValueError, match="other samples.*4 .digest"):
@@ -128,7 +130,8 @@ def test_summary_by_hand(tmp_path):
     }
     with store.RunWriter(tmp_path) as writer:
         writer.record(0, ids_of(0), columns, {name: (0, "m", 0) for name in columns})
-        metrics = writer.commit(0, {"tokens": 6, "wall_s": 1.5, "metrics": {"actor/loss": math.nan, "kl": 99.0}})
+        given = {"actor/loss": math.nan, "kl": 99.0}
+        metrics = writer.commit(0, {"tokens": 6, "wall_s": 1.5, "metrics": given})
     assert metrics.pop("actor/loss") is not None
     assert metrics == pytest.approx({
         "reward": 3.0,
@@ -186,9 +189,9 @@ def test_samples_as_plain_values(tmp_path):
         write(writer, 5)
     run = store.open(tmp_path)
     assert run.samples(4, Tokenizer())[1] == {
-        "iteration": 4, "id": int(ids[1]), "epoch": 1, "prompt_index": 5, "draw": 1, "generated_by": ("actor", 9),
-        "prompt_ids": [2], "response_ids": [7, 4], "reward": -1.0, "reward_error": "timed out after 2 s",
-        "prompt": "c", "response": "he",
+        "iteration": 4, "id": int(ids[1]), "epoch": 1, "prompt_index": 5, "draw": 1,
+        "generated_by": ("actor", 9), "prompt_ids": [2], "response_ids": [7, 4], "reward": -1.0,
+        "reward_error": "timed out after 2 s", "prompt": "c", "response": "he",
     }
     assert run.samples(4)[0]["response_ids"] == [] and "response" not in run.samples(4)[0]
     assert [sample["iteration"] for sample in run.samples()] == [4, 4, 5, 5, 5, 5]

@@ -52,7 +52,8 @@ def test_a_commit_only_adds_its_own_file_and_changes_none(tmp_path, monkeypatch)
     monkeypatch.setattr(segments, "FAN", 4)
 
     def state():
-        return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.stat().st_size) for p in folder.glob("*.h5")}
+        stats = {path.name: path.stat() for path in folder.glob("*.h5")}
+        return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
 
     with store.RunWriter(tmp_path) as writer:
         folder = writer.folder
@@ -62,7 +63,8 @@ def test_a_commit_only_adds_its_own_file_and_changes_none(tmp_path, monkeypatch)
             after = state()
             assert all(after[name] == before[name] for name in before.keys() & after.keys())
             if (iteration + 1) % 4:
-                assert after.keys() - before.keys() == {f"{iteration:09d}.h5"} and before.keys() <= after.keys()
+                assert after.keys() - before.keys() == {f"{iteration:09d}.h5"}
+                assert before.keys() <= after.keys()
     run = store.open(tmp_path)
     assert run.iterations == list(range(30))
     for iteration in range(30):
@@ -70,7 +72,7 @@ def test_a_commit_only_adds_its_own_file_and_changes_none(tmp_path, monkeypatch)
 
 
 def crash_at(monkeypatch, countdown: int) -> None:
-    """Raise `Killed` at the ``countdown``-th durable step (rename, unlink, fsync), before it or, odd ones, after."""
+    """Raise `Killed` before the ``countdown``-th durable step (rename, unlink, fsync), odd ones after it."""
     left = [countdown]
 
     def wrap(function):
