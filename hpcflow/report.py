@@ -165,11 +165,13 @@ def _evals(run: store.Run, history: list[Facts]) -> Iterable[str]:
     entries = run.evals or [facts["eval"] for facts in history if "eval" in facts]
     means = {}
     for entry in entries:
-        mean = Mean(
-            entry.get("reward_mean", math.nan), entry.get("reward_se", math.nan), int(entry.get("samples", 0))
-        )
-        means[str(entry.get("when"))] = mean
-        yield f"held-out   {entry.get('when')}: reward {mean} ({mean.count} samples)"
+        when = str(entry.get("when"))
+        known = [math.nan if entry.get(key) is None else entry[key] for key in ("reward_mean", "reward_se")]
+        mean = Mean(*known, int(entry.get("samples", 0)))
+        # After a resume there may be several; the change since the very beginning is of interest.
+        if when != "before" or when not in means:
+            means[when] = mean
+        yield f"held-out   {when}: reward {mean} ({mean.count} samples)"
     if "before" in means and "after" in means:
         yield f"held-out   before to after: {difference(means['before'], means['after'])}"
 

@@ -129,6 +129,15 @@ def test_iterations_without_anything_measured(tmp_path):
     assert "2 of ? iterations" in text and "first to last quarter: reward - -> -" in text
 
 
+def test_evaluations_of_several_launches(run):
+    for when, mean in (("before", 0.25), ("after", 0.5), ("before", None), ("after", 0.75)):
+        entry = {"when": when, "reward_mean": mean, "reward_se": 0.0, "samples": 4 if mean else 0}
+        store.append_line(run / "evals.jsonl", entry)
+    text = report(run)
+    assert "held-out   before: reward - +- 0 (0 samples)" in text
+    assert "held-out   before to after: 0.25 -> 0.75, +0.5\n" in text
+
+
 def test_damaged_files_are_named(run):
     (run / "iterations/000000003.h5").write_bytes(b"")
     text = report(run)
