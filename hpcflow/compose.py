@@ -44,15 +44,18 @@ def compose(overrides: list[str], config_dir: Path | str | None = None) -> Confi
     value with one that works.
     """
     with _hydra(config_dir):
-        words = [word for override in _parse(overrides) for word in _hydra_words(override)]
-        return _config(hydra.compose("config", words))
+        parsed = _parse(overrides)
+        words = [word for override in parsed for word in _hydra_words(override)]
+        config = _config(hydra.compose("config", words))
+        experiment = next((o.value() for o in parsed if o.key_or_group == "experiment"), None)
+        return dataclasses.replace(config, experiment=experiment)
 
 
 def overlay(base: Path, overrides: list[str], config_dir: Path | str | None = None) -> Config:
     """The resolved config in file ``base``, changed by ``overrides``: what ``--resume`` runs.
 
-    A group (``placement=split``) replaces its whole section; ``experiment`` is refused, because it would bring back
-    every value that the run was started without.
+    A group (``placement=split``) replaces its whole section. The run's own experiment may be named again, as the script
+    that started the run does; another one is refused.
     """
     config = load(base)
     tree = to_dict(config)
@@ -62,9 +65,12 @@ def overlay(base: Path, overrides: list[str], config_dir: Path | str | None = No
         words = []
         for override in _parse(overrides):
             key = override.key_or_group
+            if key == "experiment" and override.value() == config.experiment:
+                continue
             if override.is_delete() or key == "experiment":
-                raise ValueError(f"{override.input_line}: not possible with --resume, which continues the run's own "
-                                 "config; leave it out and give single keys or placement=, protocol=, cluster=, run=")
+                own = f"experiment={config.experiment}" if config.experiment else "single keys"
+                raise ValueError(f"{override.input_line}: a run continues with its own config; works: {own}, single "
+                                 "keys, placement=, protocol=, cluster=, run=")
             if _is_group(key):
                 tree.pop(key, None)
                 words.append("+" + override.input_line.lstrip("+"))

@@ -240,6 +240,8 @@ class Config:
     """A whole run."""
 
     name: str = option("run")
+    experiment: str | None = option(None)
+    """The experiment that was chosen, if any."""
     seed: int = option(0, low=0, high=2**31 - 1)
     iterations: int = option(1, low=1)
     trust_remote_code: bool = option(False)

@@ -289,13 +289,13 @@ def test_the_quickstart_is_estimated_below_its_promise():
 
 def test_a_node_that_is_too_small_is_named_with_what_would_fit():
     quick = "experiment=ppo_quickstart"
-    problem = only(problems("cluster.memory_gib=11", experiment=quick), "cluster.memory_gib")
-    assert problem.works == "protocol.generation.kv_cache_gib=0.25" and "kv cache" in problem.why
-    assert problems("cluster.memory_gib=11", problem.works, experiment=quick) == {}
+    problem = only(problems("cluster.memory_gib=10.5", experiment=quick), "cluster.memory_gib")
+    assert problem.works == "protocol.generation.kv_cache_gib=0.25" and "actor 1.1" in problem.why
+    assert problems("cluster.memory_gib=10.5", problem.works, experiment=quick) == {}
     problem = only(problems("cluster.memory_gib=3", experiment=quick), "cluster.memory_gib")
     needed = float(problem.works.split()[2])
     assert problems(f"cluster.memory_gib={needed}", experiment=quick) == {}
-    config = c.compose([quick, "cluster.memory_gib=11"])
+    config = c.compose([quick, "cluster.memory_gib=10.5"])
     assert check(config, nodes=2) == []
     big = dataclasses.replace(config, protocol=dataclasses.replace(config.protocol, training=dataclasses.replace(
         config.protocol.training, micro_batch=64)))

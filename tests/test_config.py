@@ -206,11 +206,12 @@ def test_overlay_changes_only_what_is_given(tmp_path):
     assert c.hashes(changed)["placement"] == c.hashes(c.compose(["placement=split"]))["placement"]
     pooled = overlay(base, ["placement.pools={one: {ranks: 1, models: [actor, reference, reward]}}"])
     assert list(pooled.placement.pools) == ["one"] and pooled.placement.written is None
+    assert overlay(base, ["experiment=tiny"]) == config
     wider = overlay(base, ["placement.pools.actor.ranks=4"])
     assert wider.placement.pools["actor"].ranks == 4 and c.hashes(wider)["placement"] != c.hashes(config)["placement"]
 
 
-@pytest.mark.parametrize("override", ["experiment=tiny", "~placement.pools.all", "placement=splt", "run.kep=2"])
+@pytest.mark.parametrize("override", ["experiment=ppo_quickstart", "~placement.pools.all", "placement=splt", "run.kep=2"])
 def test_overlay_refuses_what_it_cannot_apply(tmp_path, tiny, override):
     base = tmp_path / "config.yaml"
     base.write_text(c.dump(tiny))
