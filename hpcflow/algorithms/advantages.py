@@ -27,6 +27,7 @@ import torch
 from hpcflow.algorithms.kl import estimate
 from hpcflow.data.columns import Columns, Ragged
 from hpcflow.data.ids import group_key
+from hpcflow.data.needs import reads
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -34,6 +35,7 @@ WHITEN_EPS = 1e-8  # added to the variance, as in verl and TRL
 EQUAL = 1e-6  # rewards of a group closer than this (relative to max(1, |reward|)) differ by rounding only
 
 
+@reads("reward", "reward_ok", "loss_mask", "old_log_probs", "values", optional=("ref_log_probs",))
 def gae(
     ids: torch.Tensor,
     rows: Columns,
@@ -75,6 +77,7 @@ def gae(
     return _result(mask, advantages, returns, divergence)
 
 
+@reads("reward", "reward_ok", "loss_mask", optional=("old_log_probs", "ref_log_probs"))
 def grpo(
     ids: torch.Tensor,
     rows: Columns,

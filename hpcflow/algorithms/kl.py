@@ -33,7 +33,7 @@ def k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
 
 def k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
     r = (log_probs - ref_log_probs).clamp(-LIMIT, LIMIT)
-    return torch.exp(-r) - 1 + r
+    return torch.expm1(-r) + r  # exp(-r) - 1 would lose what matters for small r, the sign too
 
 
 ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

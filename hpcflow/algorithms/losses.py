@@ -12,10 +12,12 @@ import torch
 
 from hpcflow.algorithms.kl import estimate
 from hpcflow.data.columns import Columns, flat
+from hpcflow.data.needs import reads
 
 LOG_RATIO_LIMIT = 20.0  # as in verl; a ratio beyond exp(20) carries no information, one beyond exp(88) is infinite
 
 
+@reads("old_log_probs", "advantages", "loss_mask", optional=("ref_log_probs",))
 def ppo_clip(
     log_probs: torch.Tensor,
     rows: Columns,
@@ -61,6 +63,7 @@ def ppo_clip(
     return loss, metrics
 
 
+@reads("values", "returns", "loss_mask")
 def clipped_value(
     values: torch.Tensor, rows: Columns, *, clip: float | None = 0.2
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
