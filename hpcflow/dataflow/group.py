@@ -47,6 +47,11 @@ class WorkerGroup:
         inputs = ()
         if batch is not None and primitive.reads:
             self._check_columns(primitive, batch)
+            present = tuple(name for name in primitive.optional if name in batch.columns)
+            extra = tuple(name for name, needed in primitive.written_with if needed in present)
+            primitive = dataclasses.replace(
+                primitive, reads=primitive.reads + present, writes=primitive.writes + extra
+            )
             if primitive.kind == "advancing":
                 self.world.before_advance(batch)
             inputs = batch.transfers(primitive.reads, layout.readers)
@@ -73,7 +78,8 @@ class WorkerGroup:
             return handle
         stamp = Stamp(call.iteration, self.name, self.version)
         origin = Origin(handle, layout.owners, stamp, self.world.release)
-        return Batch(self.world.controller, rows, dict.fromkeys(primitive.writes, origin))
+        made = Batch(self.world.controller, rows, dict.fromkeys(primitive.writes, origin))
+        return batch | made if primitive.joins and batch is not None else made
 
     def _check_columns(self, primitive: Primitive, batch: Batch) -> None:
         missing = [name for name in primitive.reads if name not in batch.columns]

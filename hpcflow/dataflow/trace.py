@@ -29,7 +29,9 @@ class Node:
     bytes: int
     held: int
     spans: list[tuple[str, int, float, float]]
-    generates: bool = False
+    value: Any
+    advances: bool
+    generates: bool
 
     def record(self) -> dict[str, Any]:
         """As the run directory keeps it."""
@@ -48,7 +50,7 @@ class Trace:
     def issued(self, call: Call) -> None:
         self.open[call.number] = (call, time.time())
 
-    def done(self, call: Call, reports: dict[int, Report]) -> None:
+    def done(self, call: Call, reports: dict[int, Report], advances: bool) -> None:
         _, issued = self.open.pop(call.number)
         self.nodes.append(
             Node(
@@ -65,6 +67,8 @@ class Trace:
                 bytes=sum(report.received for report in reports.values()),
                 held=max(report.held for report in reports.values()),
                 spans=[(n, rank, a, b) for rank, report in reports.items() for n, a, b in report.spans],
+                value=reports[call.ranks[-1]].value,
+                advances=advances,
                 generates=call.method == GENERATION,
             )
         )

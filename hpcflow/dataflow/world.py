@@ -41,7 +41,7 @@ class World:
         members: dict[str, Member],
         *,
         watchdog: float = 600.0,
-        settings: dict[str, dict[str, Any]] | None = None,
+        column_cap: int = 4 << 30,
     ) -> None:
         _check_pools(pools, members)
         self.pools, self.iteration = pools, 0
@@ -49,7 +49,7 @@ class World:
             groups={name: pools[member.pool] for name, member in members.items()},
             pools=pools,
             secret=secrets.token_bytes(32),
-            settings=settings or {},
+            column_cap=column_cap,
         )
         read_end, self._signal_end = catch_signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2))
         self.controller = Controller(spread, read_end, watchdog)
@@ -100,7 +100,9 @@ class World:
             self.controller.drop(calls, ranks)
 
     def _done(self, call: Call, reports: dict[int, Any]) -> None:
-        self.trace.done(call, reports)
+        group = self.group(call.model)
+        advances = call.method in group.primitives and group.primitives[call.method].kind == "advancing"
+        self.trace.done(call, reports, advances)
 
 
 def _check_pools(pools: dict[str, tuple[int, ...]], members: dict[str, Member]) -> None:

@@ -266,9 +266,3 @@ class Engine:
         MPI.COMM_WORLD.Barrier()
         MPI.Finalize()
 
-
-def abort(code: int) -> None:
-    """End the whole world now, with this exit code."""
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(code)
-    os._exit(code)  # Abort can return to Python for a moment

@@ -1,6 +1,6 @@
 """Starting a world of MPI ranks and learning how each of them ended.
 
-    the caller -> guard -> mpiexec or srun -> one guard per rank -> the rank (hpcflow.workers.main)
+    the caller -> guard -> mpiexec or srun -> one guard per rank -> the rank (hpcflow.rank)
 
 The guards (hpcflow/mpi/guard.py) make three promises true whatever happens in between: no process survives the launch, not
 even when a launcher is killed with SIGKILL; every rank's exit is in ``RUN/exits.jsonl`` even when the process manager
@@ -131,7 +131,7 @@ def start(command: list[str], world_size: int, *, exits: Path, launcher: str = "
 
 
 def launch(run: Path, world_size: int, *, launcher: str = "auto", threads_per_rank: int = 1,
-           env: Mapping[str, str] | None = None, grace_s: float = 5.0, program: str = "hpcflow.workers.main") -> int:
+           env: Mapping[str, str] | None = None, grace_s: float = 5.0, program: str = "hpcflow.rank") -> int:
     """Run module ``program`` with argument ``run`` on ``world_size`` ranks (controller, recorder, workers) to its end.
 
     Returns 0, or the status (128 + the signal) of the rank that ended badly first, which is named on stderr too; when no

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -176,9 +176,9 @@ class Signal:
 
 @dataclass
 class Spread:
-    """The world's plan, spread by MPI from rank 0 at the start."""
+    """The world's plan, spread by MPI from rank 0 at the start. ``column_cap``: bytes of columns one rank may hold."""
 
     groups: dict[str, tuple[int, ...]]
     pools: dict[str, tuple[int, ...]]
     secret: bytes
-    settings: Any = field(default=None)
+    column_cap: int

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from hpcflow.data.columns import Columns, n_rows
-from hpcflow.mpi.engine import HEARTBEAT_SECONDS, Engine, abort
+from hpcflow.mpi.engine import HEARTBEAT_SECONDS, Engine
 from hpcflow.mpi.messages import (
     Activity,
     Call,
@@ -87,8 +87,9 @@ class _Pending:
 class Worker:
     """The communication thread of a worker. The main thread takes from `ready` and answers by `finished`."""
 
-    def __init__(self, engine: Engine, column_cap: int) -> None:
-        self.engine, self.plane, self.column_cap = engine, DataPlane(engine), column_cap
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.plane = engine, DataPlane(engine)
+        self.column_cap = engine.spread.column_cap
         engine.deliver = self._deliver
         self.ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._order: collections.deque[_Pending | Drop] = collections.deque()
@@ -293,19 +294,19 @@ def catch_signals(numbers: tuple[signal.Signals, ...]) -> tuple[socket.socket, s
     return read_end, write_end
 
 
-def start_worker(signals: socket.socket, column_cap: int) -> tuple[Worker, threading.Thread]:
+def start_worker(signals: socket.socket) -> tuple[Worker, threading.Thread]:
     """Start the communication thread of this rank; returns when the world stands."""
     box: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            worker = Worker(Engine(None, signals), column_cap)
+            worker = Worker(Engine(None, signals))
             box.put(worker)
             worker.loop()
         except BaseException:  # a dead communication thread must never be silent
             traceback.print_exc()
             sys.stderr.flush()
-            abort(1)
+            os._exit(1)
 
     thread = threading.Thread(target=run, name="communication", daemon=True)
     thread.start()

@@ -41,9 +41,14 @@ def summarise(columns: Columns, facts: dict[str, Any]) -> dict[str, float]:
         metrics["response_length"] = columns["response_ids"].lengths.double().mean().item()
     if "truncated" in columns and len(columns["truncated"]):
         metrics["truncated_rate"] = columns["truncated"].double().mean().item()
-    if facts.get("wall_s", 0) > 0 and "tokens" in facts:
+    if facts.get("wall_s", 0) > 0 and facts.get("tokens"):
         metrics["tokens_per_s"] = facts["tokens"] / facts["wall_s"]
     return metrics
+
+
+def count_tokens(columns: Columns) -> int:
+    """Prompt and response tokens of all samples: what HybridFlow's throughput counts."""
+    return sum(len(columns[name].values) for name in ("prompt_ids", "response_ids") if name in columns)
 
 
 def _counted(per_token: Ragged, mask: Ragged | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hpcflow.data.ids import digest
 from hpcflow.store import schema
 from hpcflow.store.durable import append_line, fsync_folder, require_space, write_atomic
 from hpcflow.store.segments import REWINDS, Segment, Segments, live_commits, read_rewinds
-from hpcflow.store.summary import summarise
+from hpcflow.store.summary import count_tokens, summarise
 
 Stamp = tuple[int, str, int]
 
@@ -96,6 +96,7 @@ class RunWriter:
         if pending is None:
             pending = _Pending(torch.empty(0, dtype=torch.int64), {}, {})
         sequence = self._segments.next_sequence
+        facts = {"tokens": count_tokens(pending.columns)} | facts
         metrics = facts.get("metrics", {}) | summarise(pending.columns, facts)
         own = {"iteration": iteration, "sequence": sequence, "time": time.time()}
         own |= {"metrics": metrics, "stamps": pending.stamps, "samples": len(pending.ids)}

@@ -31,7 +31,6 @@ class Host:
     def __init__(self, worker: Worker, thread: threading.Thread) -> None:
         self.worker, self.thread = worker, thread
         self.models: dict[str, Any] = {}
-        self.shared: dict[str, Any] = {}
         self._spans: list[tuple[str, float, float]] = []
 
     def run(self) -> int:
@@ -87,8 +86,6 @@ class Host:
             size=len(ranks),
             exchange=lambda payload: self.worker.exchange(name, payload),
             span=self._span,
-            shared=self.shared,
-            **engine.spread.settings.get(name, {}),
         )
         return resolve(cls)(context, **arguments)
 
@@ -101,9 +98,9 @@ class Host:
             self._spans.append((name, start, time.time()))
 
 
-def serve(signals: socket.socket, column_cap: int) -> int:
+def serve(signals: socket.socket) -> int:
     """Be a worker rank until the world ends. Returns the exit code."""
-    worker, thread = start_worker(signals, column_cap)
+    worker, thread = start_worker(signals)
     code = Host(worker, thread).run()
     sys.stdout.flush()
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,8 @@ Kind = Literal["pure", "replayable", "advancing"]
 class Primitive:
     """``protocol``: name of the transfer protocol. ``reads``, ``writes``: columns that move in and stay out.
 
-    ``kind``: ``pure`` (no state), ``replayable`` (same ids and seeds, same result) or ``advancing`` (changes weights;
+    ``optional``: columns that move in when the batch has them; ``written_with``: (column, optional column): the first is
+    written when the second was read. ``joins``: the batch that the caller gets also has its input's columns. ``kind``: ``pure`` (no state), ``replayable`` (same ids and seeds, same result) or ``advancing`` (changes weights;
     carries the version that it expects, so a second execution is refused).
     """
 
@@ -26,6 +27,9 @@ class Primitive:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     kind: Kind
+    optional: tuple[str, ...] = ()
+    written_with: tuple[tuple[str, str], ...] = ()
+    joins: bool = False
 
 
 @dataclass
@@ -53,7 +57,12 @@ class Output:
 
 
 def primitive(
-    protocol: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), kind: Kind = "pure"
+    protocol: str,
+    *,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    kind: Kind = "pure",
+    joins: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Make a method callable from the controller.
 
@@ -62,7 +71,7 @@ def primitive(
     """
 
     def mark(method: Callable) -> Callable:
-        method.primitive = Primitive(method.__name__, protocol, reads, writes, kind)
+        method.primitive = Primitive(method.__name__, protocol, reads, writes, kind, joins=joins)
         return method
 
     return mark
@@ -87,7 +96,3 @@ class Context:
     size: int
     exchange: Callable[[bytes], list[bytes]]
     span: Callable[[str], Any]
-    launch: str = ""
-    layout: Any = None
-    config: Any = None
-    shared: dict[str, Any] = field(default_factory=dict)

@@ -147,7 +147,7 @@ def run(scenario: Callable[[World], Any], pools: dict[str, list[int]], models: d
     """
     if rank_from_environment():
         read_end, write_end = catch_signals(())
-        code = serve(read_end, options.get("cap", CAP))
+        code = serve(read_end)
         write_end.close()
         return code
     members = {}
@@ -157,7 +157,10 @@ def run(scenario: Callable[[World], Any], pools: dict[str, list[int]], models: d
         layout = Layout(**spec.pop("layout", {"d": len(pools[pool])}))
         members[name] = member(cls, pool, layout, **spec)
     world = World(
-        {name: tuple(ranks) for name, ranks in pools.items()}, members, watchdog=options.get("watchdog", 60.0)
+        {name: tuple(ranks) for name, ranks in pools.items()},
+        members,
+        watchdog=options.get("watchdog", 60.0),
+        column_cap=options.get("cap", CAP),
     )
     result = scenario(world)
     world.close()
