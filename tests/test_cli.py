@@ -1,0 +1,218 @@
+"""The command line: what it prints, refuses and leaves behind. No ranks are started here: the launch is a stand-in."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpcflow import cli, config, report, run_folder
+from hpcflow.mpi import launch
+
+ROOT = Path(__file__).parents[1]
+TINY = "experiment=tiny"
+
+
+class Launches(list):
+    code = 0
+
+    def stand_in(self, run, world_size, **keywords):
+        self.append((run, world_size, keywords))
+        return self.code
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches that would have been, as (run, world size, keywords); their exit code can be set."""
+    made = Launches()
+    monkeypatch.setattr(launch, "launch", made.stand_in)
+    monkeypatch.setattr(report, "report", lambda run: f"report of {run}\n")
+    return made
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def test_train_makes_a_run_directory_and_launches_it(launches, runs, capsys):
+    assert cli.main(["train", TINY, "iterations=2", "placement=split", "cluster.env={A: b}"]) == 0
+    [(run, world, keywords)] = launches
+    assert run.parent == runs and re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
+    assert world == 4 and keywords == {"launcher": "auto", "threads_per_rank": 1, "env": {"A": "b"}}
+    written = config.load(run / "config.yaml")
+    assert (written.iterations, written.placement.name, written.experiment) == (2, "split", "tiny")
+    stored = json.loads((run / "objects.json").read_text())
+    assert {name: entry["sha256"] for name, entry in stored.items()} == config.hashes(written)
+    assert stored["algorithm"]["content"]["seed"] == 0
+    [line] = map(json.loads, (run / "launches.jsonl").read_text().splitlines())
+    assert line["world"] == 4 and not line["resumed"] and line["objects"] == config.hashes(written)
+    assert {"torch", "transformers", "h5py"} <= line["packages"].keys() and line["argv"] == sys.argv
+    out = capsys.readouterr().out
+    assert f"run directory {run}" in out and out.endswith(f"report of {run}\n")
+
+
+def test_a_failed_launch_leaves_its_exit_code_and_how_to_go_on(launches, runs, capsys):
+    launches.code = 139
+    assert cli.main(["train", TINY]) == 139
+    run = launches[0][0]
+    captured = capsys.readouterr()
+    assert f"hpcflow train --resume {run}" in captured.err and "report of" not in captured.out
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["train", TINY, "iterations=0"], "iterations=0: must be at least 1"),
+    (["train", TINY, "algorithm.batch.mini_batches=3"], "algorithm.batch.mini_batches=3: must divide"),
+    (["train", TINY, "--config-dir", "nothing"], "no such folder"),
+    (["train", "--resume", "nothing"], "no run directory"),
+    (["report", "nothing"], "nothing"),
+])
+def test_a_mistake_is_one_message_and_code_2(launches, runs, capsys, monkeypatch, argv, says):
+    if argv[0] == "report":
+        monkeypatch.undo()
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err and "Traceback" not in captured.err and captured.out == ""
+    assert not launches and not runs.exists()
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train", "--fast"], ["report"], ["report", "a", "b"], ["check", "-x"]])
+def test_a_wrong_command_line_is_refused_with_its_usage(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2 and "usage: hpcflow" in capsys.readouterr().err
+
+
+def test_options_may_stand_between_overrides(launches, runs, capsys):
+    assert cli.main(["train", TINY, "--dry-run", "iterations=7", "seed=3"]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["iterations"] == 7 and yaml.safe_load(printed)["seed"] == 3
+
+
+def test_a_dry_run_prints_the_config_and_the_plan_and_leaves_nothing(launches, runs, capsys):
+    assert cli.main(["train", TINY, "--dry-run", "placement=standalone", "algorithm=grpo"]) == 0
+    printed = capsys.readouterr().out
+    assert config.from_dict(yaml.safe_load(printed)) == config.compose(
+        [TINY, "placement=standalone", "algorithm=grpo"])
+    plan = [line for line in printed.splitlines() if line.startswith("#")]
+    assert plan[0] == "# 5 ranks: 0 controller, 1 recorder"
+    assert "#   pool reference, ranks 3-3: reference" in plan and "mpiexec" in plan[-1]
+    assert not launches and not runs.exists()
+
+
+def test_check(capsys, monkeypatch):
+    assert cli.main(["check", TINY]) == 0
+    assert "4 ranks: 0 controller, 1 recorder\n  pool all, ranks 2-3: actor" in capsys.readouterr().out
+    assert cli.main(["check", TINY, "seed=-1", "run.kep=1"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert cli.main(["check", TINY, "algorithm.batch.mini_batches=3", "name=a/b"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert cli.main(["check", TINY, "iterations"]) == 2
+
+
+def test_memory_is_that_of_the_nodes_of_the_allocation(capsys, monkeypatch):
+    small = ["check", "experiment=ppo_quickstart", "protocol.generation.engine=plain", "cluster.memory_gib=6.0"]
+    monkeypatch.setattr(launch, "launcher_command", lambda launcher, size: ["srun"])
+    assert cli.main(small) == 1
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert cli.main(small) == 0
+    assert cli.main([*small, "cluster.launcher=mpiexec"]) == 1
+
+
+@pytest.fixture
+def run(launches, runs):
+    cli.main(["train", TINY, "placement=split"])
+    return launches.pop()[0]
+
+
+def test_resume_continues_in_the_same_directory(run, launches, capsys):
+    assert cli.main(["train", "--resume", str(run)]) == 0
+    assert cli.main(["train", TINY, f"--resume={run}", "placement=colocate", "iterations=9",
+                     "protocol.training.micro_batch=2"]) == 0
+    assert [(made[0], made[1]) for made in launches] == [(run, 4), (run, 4)]
+    written = config.load(run / "config.yaml")
+    assert (written.placement.name, written.iterations, written.protocol.training.micro_batch) == ("colocate", 9, 2)
+    assert json.loads((run / "objects.json").read_text())["placement"]["sha256"] == config.hashes(written)["placement"]
+    printed = capsys.readouterr().err
+    assert "changed placement: name: split -> colocate" in printed
+    assert "changed protocol: training.micro_batch: 4 -> 2" in printed
+    lines = [json.loads(line) for line in (run / "launches.jsonl").read_text().splitlines()]
+    assert [line["resumed"] for line in lines] == [False, True, True]
+
+
+@pytest.mark.parametrize("overrides, says", [
+    (["algorithm.advantage.args.lam=0.5"], "algorithm.advantage.args.lam: 0.95 -> 0.5"),
+    (["algorithm=grpo"], "algorithm.name: ppo -> grpo"),
+    (["model=smollm2_135m"], "models.actor.optimizer.lr: 0.001 -> 0.0001"),
+    (["data=reasoning_gym"], "data.max_prompt_tokens: 64 -> 128"),
+    (["seed=1", "data.system=hello"], "seed: 0 -> 1"),
+    (["iterations=1"], "works: iterations=3"),
+    (["experiment=ppo_quickstart"], "works: experiment=tiny"),
+    (["placement.pools.policy.models=[actor]"], "reference nowhere"),
+])
+def test_resume_refuses_another_training(run, launches, capsys, overrides, says):
+    before = (run / "config.yaml").read_text()
+    assert cli.main(["train", "--resume", str(run), *overrides]) == 2
+    assert says in capsys.readouterr().err
+    assert not launches and (run / "config.yaml").read_text() == before
+
+
+def test_resume_names_the_runs_that_are_there(run, capsys):
+    assert cli.main(["train", "--resume", str(run) + "x"]) == 2
+    assert run.name in capsys.readouterr().err
+
+
+def test_a_run_in_use_is_refused(run, launches, capsys):
+    with run_folder.locked(run):
+        assert cli.main(["train", "--resume", str(run)]) == 2
+    assert "in use by another launch" in capsys.readouterr().err and not launches
+    assert cli.main(["train", "--resume", str(run)]) == 0
+
+
+def test_runs_started_at_once_get_directories_of_their_own(tmp_path):
+    tiny = config.compose([TINY, f"run.dir={tmp_path}/runs"])
+    with ThreadPool(8) as pool:
+        made = pool.map(lambda _: run_folder.create(tiny), range(40), chunksize=1)
+    assert len(set(made)) == 40 and all((run / "config.yaml").is_file() for run in made)
+
+
+def test_module_and_command_are_the_same_and_see_the_working_directory(tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(prompt, response, record): return 1.0\n")
+    code = "import sys; from hpcflow.cli import main; sys.exit(main())"
+    argv = ["check", TINY, "models.reward.function=mine:reward"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    for python in (["-c", code], ["-m", "hpcflow"]):
+        done = subprocess.run([sys.executable, *python, *argv], cwd=tmp_path, env=environment, capture_output=True,
+                              text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_wheel_carries_configs_and_kernels(tmp_path):
+    wheel_tools = subprocess.run([sys.executable, "-c", "import setuptools.command.bdist_wheel"], capture_output=True)
+    if wheel_tools.returncode:
+        pytest.skip("this setuptools cannot build wheels; 70.1 can")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("hpcflow", "configs", "kernels"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", source)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    subprocess.run(pip, cwd=source, check=True)
+    [wheel] = tmp_path.glob("hpcflow-*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    code = ("import json; from hpcflow import config as c; tiny = c.compose(['experiment=tiny']);"
+            "print(json.dumps([c.__file__, str(c.share('kernels')), tiny.data.train, c.hashes(tiny)]))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
+    file, kernels, train, hashes = json.loads(done.stdout)
+    assert file.startswith(str(tmp_path)) and (Path(kernels) / "README.md").is_file()
+    assert train.startswith(str(tmp_path)) and Path(train).is_file()
+    assert hashes == config.hashes(config.compose([TINY]))
