@@ -11,12 +11,13 @@ import traceback
 from pathlib import Path
 
 
-def main() -> int:
-    """Be this rank until the world ends. Returns the exit code; a failing controller ends the world: the
-    others leave when its connections close, and the guards see to the rest."""
+def main(run: Path) -> int:
+    """Be this rank of the run in directory ``run`` until the world ends. Returns the exit code.
+
+    A failing controller ends the world: the others leave when its connections close, the guards see to the rest.
+    """
     from hpcflow.dataflow.world import rank_from_environment
 
-    run = Path(sys.argv[1])
     return _control(run) if rank_from_environment() == 0 else _serve(run)
 
 
@@ -52,4 +53,4 @@ def _serve(run: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))

@@ -40,7 +40,7 @@ def test_controller_bytes_do_not_depend_on_the_batch() -> None:
     args = {"rows": [10, 10, 1000, 100_000]}
     _, small, middle, large = run_world(5, PROGRAMS + "control_bytes", args).check().returned[0]
     assert large[1] > 1000 * small[1]
-    assert max(small[0], middle[0], large[0]) - min(small[0], middle[0], large[0]) < 100  # wider integers
+    assert max(small[0], middle[0], large[0]) - min(small[0], middle[0], large[0]) < 200  # wider integers
 
 
 def test_only_columns_that_are_read_move() -> None:
