@@ -1,7 +1,7 @@
-"""Prompt files as far as they can be judged without a tokenizer: readable, usable records, nothing held out twice.
+"""Prompt files, as far as they can be judged without a tokenizer: readable, usable, none held out twice.
 
-At most `LINES` lines of a file are read, so that a check of a huge file stays quick; `hpcflow.data.prompts` reads the
-rest when the run starts.
+At most `LINES` lines of a file are read, so that a check of a huge file stays quick; `hpcflow.data.prompts`
+reads the rest when the run starts.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from hpcflow.config import Data
 from hpcflow.data import verifiers
-from hpcflow.schema import Problem
+from hpcflow.schema import Problem, Problems
 
 LINES = 20_000
 JSON_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
-def prompt_problems(data: Data) -> Iterator[Problem]:
+def prompt_problems(data: Data) -> Problems:
     """Breaches of ``data.train`` and ``data.eval``."""
     train = yield from _texts("data.train", data.train)
     if data.eval is None:
@@ -32,15 +32,23 @@ def prompt_problems(data: Data) -> Iterator[Problem]:
         return
     shared = [text for text in held_out if text in set(train)]
     if shared:
-        yield Problem("data.eval", data.eval, f"{len(shared)} of its prompts are trained on, e.g. {shared[0][:60]!r}",
-                      "data.eval=null, or prompts that data.train does not have")
+        yield Problem(
+            "data.eval",
+            data.eval,
+            f"{len(shared)} of its prompts are trained on, e.g. {shared[0][:60]!r}",
+            "data.eval=null, or prompts that data.train does not have",
+        )
     if 0 < len(held_out) < data.eval_prompts:
-        yield Problem("data.eval_prompts", data.eval_prompts, f"{data.eval} holds {len(held_out)}",
-                      f"data.eval_prompts={len(held_out)}")
+        yield Problem(
+            "data.eval_prompts",
+            data.eval_prompts,
+            f"{data.eval} holds {len(held_out)}",
+            f"data.eval_prompts={len(held_out)}",
+        )
 
 
-def _texts(key: str, path: str) -> Iterator[Problem]:
-    """Yields problems; returns the prompts as text, in order (none for what is made on the fly, or is unreadable)."""
+def _texts(key: str, path: str) -> Generator[Problem, None, list[str]]:
+    """Yields problems; returns the prompts as text, in order (none if made on the fly, or unreadable)."""
     try:
         if path.startswith(verifiers.SCHEME):
             verifiers.ReasoningGymRecords(path)

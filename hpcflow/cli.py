@@ -1,7 +1,7 @@
 """The ``hpcflow`` command: train, check, report.
 
-Every command but the training itself runs without torch until it has to read a run. A user's mistake is one message
-on stderr and exit code 2, never a traceback.
+Every command but the training itself runs without torch until it has to read a run. A user's mistake is one
+message on stderr and exit code 2, never a traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OVERRIDES = "key=value or group=choice, e.g. experiment=ppo_quickstart iteration
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own); returns the exit code."""
-    # The ranks are started with -m and see the working directory; what is checked here must be what they will find.
+    # The ranks are started with -m and see the working directory: what is found here must be what they find.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     args = _parse(argv)
@@ -84,13 +84,20 @@ def _launched(run: Path, config: Config) -> int:
     from hpcflow.mpi.launch import launch
 
     cluster = config.cluster
-    code = launch(run, config.world_size, launcher=cluster.launcher, threads_per_rank=cluster.threads_per_rank,
-                  env=cluster.env)
+    code = launch(
+        run,
+        config.world_size,
+        launcher=cluster.launcher,
+        threads_per_rank=cluster.threads_per_rank,
+        env=cluster.env,
+    )
     if code:
         again = shlex.join(["hpcflow", "train", "--resume", str(run)])
         print(f"hpcflow train: the run ended with exit code {code}; to continue it: {again}", file=sys.stderr)
         return code
-    from hpcflow.report import report as report_of  # only now: it imports torch, and this process waits for hours
+    from hpcflow.report import (
+        report as report_of,
+    )  # only now: it imports torch, and this process waits for hours
 
     print(report_of(run), end="")
     return 0
@@ -102,21 +109,28 @@ def _resumed(run: Path, overrides: list[str], config_dir: str | None) -> Config:
     from hpcflow.compose import overlay
 
     if not (run / "config.yaml").is_file():
-        siblings = sorted(p.parent.name for p in run.parent.glob("*/config.yaml")) if run.parent.is_dir() else []
+        siblings = (
+            sorted(p.parent.name for p in run.parent.glob("*/config.yaml")) if run.parent.is_dir() else []
+        )
         hint = f"; beside it are {', '.join(siblings[-3:])}" if siblings else ""
         raise ValueError(f"--resume={run}: there is no run directory (no config.yaml in it){hint}")
     old = load(run / "config.yaml")
     config = overlay(run / "config.yaml", overrides, config_dir)
     changed = run_folder.changes(old, config)
     if changed["algorithm"]:
-        raise ValueError(f"--resume={run}: another training than the one that was begun; these keys changed:\n  "
-                         + "\n  ".join(changed["algorithm"]) + "\nleave them out, or start a new run without --resume")
+        raise ValueError(
+            f"--resume={run}: another training than the one that was begun; these keys changed:\n  "
+            + "\n  ".join(changed["algorithm"])
+            + "\nleave them out, or start a new run without --resume"
+        )
     for name in ("protocol", "placement"):
         for change in changed[name]:
             print(f"changed {name}: {change}", file=sys.stderr)
     if config.iterations < old.iterations:
-        raise ValueError(f"iterations={config.iterations}: the run was begun with {old.iterations}; it may only grow, "
-                         f"works: iterations={old.iterations}")
+        raise ValueError(
+            f"iterations={config.iterations}: the run was begun with {old.iterations}; it may only grow, "
+            f"works: iterations={old.iterations}"
+        )
     return config
 
 
@@ -137,13 +151,17 @@ def _nodes(config: Config) -> int:
 
 def _plan(config: Config) -> str:
     """Which rank does what, with how much memory, started by which command."""
-    from hpcflow.check import machine_memory_gib
+    from hpcflow.check_machine import machine_memory_gib
     from hpcflow.estimate import model_facts, rank_memory, total_memory
     from hpcflow.mpi.launch import launcher_command
 
     pools = config.placement.pools
-    facts = {name: model_facts(config.models[name].path) for pool in pools.values() for name in pool.models
-             if config.models[name].path is not None}
+    facts = {
+        name: model_facts(config.models[name].path)
+        for pool in pools.values()
+        for name in pool.models
+        if config.models[name].path is not None
+    }
     nodes, available = _nodes(config), config.cluster.memory_gib or machine_memory_gib()
     lines = [f"{config.world_size} ranks: 0 controller, 1 recorder"]
     memory = rank_memory(config, facts)
@@ -151,7 +169,8 @@ def _plan(config: Config) -> str:
         parts = ", ".join(f"{what} {gib:.2f}" for what, gib in memory[name].items() if gib >= 0.005)
         lines.append(f"  pool {name}, ranks {ranks.start}-{ranks.stop - 1}: {', '.join(pools[name].models)}")
         lines.append(f"    {sum(memory[name].values()):.2f} GiB a rank: {parts}")
-    lines.append(f"memory: about {total_memory(config, facts) / nodes:.1f} of {available:.1f} GiB a node, {nodes} in all")
+    needed = total_memory(config, facts) / nodes
+    lines.append(f"memory: about {needed:.1f} of {available:.1f} GiB on a node (of {nodes})")
     lines.append("started by: " + shlex.join(launcher_command(config.cluster.launcher, config.world_size)))
     return "\n".join(lines)
 
@@ -169,8 +188,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
         sub.add_argument("--config-dir", metavar="DIR", help="config groups of your own, searched first")
         if name == "train":
-            sub.add_argument("--resume", metavar="RUN", help="continue this run directory from its last checkpoint")
-            sub.add_argument("--dry-run", action="store_true", help="print resolved config and launch plan, and exit")
+            sub.add_argument(
+                "--resume", metavar="RUN", help="continue this run directory from its last checkpoint"
+            )
+            sub.add_argument(
+                "--dry-run", action="store_true", help="print resolved config and launch plan, and exit"
+            )
     sub = commands.add_parser("report", help="print the report of a run", description=report.__doc__)
     sub.set_defaults(command=report)
     sub.add_argument("run", metavar="RUN")

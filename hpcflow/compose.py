@@ -1,9 +1,9 @@
 """From command-line overrides to a `Config`, by Hydra's compose API.
 
 Config groups are the folders of ``configs/``, and of a folder of the user's own, which is searched first:
-``placement=split`` takes ``placement/split.yaml``, ``algorithm.batch.prompts=64`` sets one key. Hydra only merges;
-keys and values are checked against the dataclasses of `hpcflow.config`, so that a misspelt key is refused wherever
-it was written.
+``placement=split`` takes ``placement/split.yaml``, ``algorithm.batch.prompts=64`` sets one key. Hydra only
+merges; keys and values are checked against the dataclasses of `hpcflow.config`, so that a misspelt key is
+refused wherever it was written.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ SCHEMES = ("package:", "random:", "reasoning_gym:")
 def compose(overrides: list[str], config_dir: Path | str | None = None) -> Config:
     """The config of ``overrides``, e.g. ``["experiment=ppo_quickstart", "iterations=2"]``.
 
-    Relative paths of data and models are looked for in the working directory, then among hpcflow's own files, and
-    become absolute. ValueError names each unknown group, option or key and the nearest valid ones, and each wrong
-    value with one that works.
+    Relative paths of data and models are looked for in the working directory, then among hpcflow's own files,
+    and become absolute. ValueError names each unknown group, option or key and the nearest valid ones, and
+    each wrong value with one that works.
     """
     with _hydra(config_dir):
         parsed = _parse(overrides)
@@ -54,8 +54,8 @@ def compose(overrides: list[str], config_dir: Path | str | None = None) -> Confi
 def overlay(base: Path, overrides: list[str], config_dir: Path | str | None = None) -> Config:
     """The resolved config in file ``base``, changed by ``overrides``: what ``--resume`` runs.
 
-    A group (``placement=split``) replaces its whole section. The run's own experiment may be named again, as the script
-    that started the run does; another one is refused.
+    A group (``placement=split``) replaces its whole section. The run's own experiment may be named again, as
+    the script that started the run does; another one is refused.
     """
     config = load(base)
     tree = to_dict(config)
@@ -69,8 +69,10 @@ def overlay(base: Path, overrides: list[str], config_dir: Path | str | None = No
                 continue
             if override.is_delete() or key == "experiment":
                 own = f"experiment={config.experiment}" if config.experiment else "single keys"
-                raise ValueError(f"{override.input_line}: a run continues with its own config; works: {own}, single "
-                                 "keys, placement=, protocol=, cluster=, run=")
+                raise ValueError(
+                    f"{override.input_line}: a run continues with its own config; works: {own}, single "
+                    "keys, placement=, protocol=, cluster=, run="
+                )
             if _is_group(key):
                 tree.pop(key, None)
                 words.append("+" + override.input_line.lstrip("+"))
@@ -124,8 +126,10 @@ def _parse(overrides: list[str]) -> list[Override]:
     for text in overrides:
         override = _parse_one(text)
         if override.is_sweep_override():
-            raise ValueError(f"{text}: one run takes one value; works: {override.key_or_group}="
-                             f"{text.partition('=')[2].partition(',')[0]}")
+            raise ValueError(
+                f"{text}: one run takes one value; works: {override.key_or_group}="
+                f"{text.partition('=')[2].partition(',')[0]}"
+            )
         key = override.key_or_group
         if "." not in key and not _is_group(key) and key not in _top_level():
             near = nearest(key, _top_level() | set(_groups()))
@@ -137,7 +141,7 @@ def _parse(overrides: list[str]) -> list[Override]:
 def _parse_one(text: str) -> Override:
     parser = OverridesParser.create()
     key, _, value = text.partition("=")
-    # Hydra wants quotes around what holds = or ?, as the paths of tasks and random models do; a shell eats them.
+    # Hydra wants quotes, which a shell eats, around what holds = or ?: paths of tasks and random models do.
     quoted = [] if not value or set(value) & set("[]{}()'\"\\") else [f"{key}='{value}'"]
     for attempt in [text, *quoted]:
         try:
@@ -181,7 +185,9 @@ def _config(merged: DictConfig) -> Config:
         raise ValueError(f"the config cannot be resolved: {error}") from error
     config = from_dict(tree)
     data = dataclasses.replace(config.data, train=_locate(config.data.train), eval=_locate(config.data.eval))
-    models = {name: dataclasses.replace(spec, path=_locate(spec.path)) for name, spec in config.models.items()}
+    models = {
+        name: dataclasses.replace(spec, path=_locate(spec.path)) for name, spec in config.models.items()
+    }
     return dataclasses.replace(config, data=data, models=models)
 
 
@@ -193,4 +199,3 @@ def _locate(path: str | None) -> str | None:
         if candidate.exists():
             return str(candidate.resolve())
     return path
-

@@ -1,9 +1,9 @@
 """The run's configuration: plain dataclasses, composed by Hydra from ``configs/``, checked key by key.
 
-`compose` turns command-line overrides into a `Config`; `load` and `dump` read and write the resolved form that a run
-directory keeps. Whatever is wrong with single keys (unknown, wrong type, out of range) is reported together in one
-`hpcflow.schema.ConfigError`; what is wrong with their combination is for `hpcflow.check`. Nothing here imports torch: a login node
-answers at once.
+`compose` turns command-line overrides into a `Config`; `load` and `dump` read and write the resolved form
+that a run directory keeps. Whatever is wrong with single keys (unknown, wrong type, out of range) is reported
+together in one `hpcflow.schema.ConfigError`; what is wrong with their combination is for `hpcflow.check`.
+Nothing here imports torch: a login node answers at once.
 """
 
 from __future__ import annotations
@@ -272,7 +272,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """The config of a resolved form. `hpcflow.schema.ConfigError` lists every unknown, missing, mistyped or out-of-range key."""
+    """The config of a resolved form.
+
+    `hpcflow.schema.ConfigError` lists every unknown, missing, mistyped or out-of-range key.
+    """
     return _needed(build(Config, tree))
 
 
@@ -301,21 +304,26 @@ UNHASHED = {"processes", "timeout_s", "max_error_rate", "eval", "eval_prompts"}
 
 
 def objects(config: Config) -> dict[str, dict[str, Any]]:
-    """The three versioned objects ``algorithm``, ``protocol`` and ``placement``: content and sha256 (hex) of each.
+    """``algorithm``, ``protocol`` and ``placement``, the versioned objects: content and sha256 (hex) of each.
 
-    The algorithm covers everything that decides what is trained (algorithm, models it calls, data, seed), under
-    paths that do not depend on where hpcflow is installed. A placement is taken as written, so an algorithm that
-    calls fewer of the placed models leaves its hash.
+    The algorithm covers everything that decides what is trained (algorithm, models it calls, data, seed),
+    under paths that do not depend on where hpcflow is installed. A placement is taken as written, so an
+    algorithm that calls fewer of the placed models leaves its hash.
     """
     tree = to_dict(config)
     algorithm = {
         "algorithm": tree["algorithm"],
-        "models": {name: _hashed(tree["models"][name]) for name in config.algorithm.models if name in config.models},
+        "models": {
+            name: _hashed(tree["models"][name]) for name in config.algorithm.models if name in config.models
+        },
         "data": _hashed(tree["data"]),
         "seed": tree["seed"],
     }
     pools = tree["placement"]["written"] or tree["placement"]["pools"]
-    placement = {"name": config.placement.name, "pools": [{"pool": name, **pool} for name, pool in pools.items()]}
+    placement = {
+        "name": config.placement.name,
+        "pools": [{"pool": name, **pool} for name, pool in pools.items()],
+    }
     contents = {"algorithm": algorithm, "protocol": tree["protocol"], "placement": placement}
     return {name: {"content": content, "sha256": _sha256(content)} for name, content in contents.items()}
 
@@ -334,8 +342,11 @@ def compose(overrides: list[str], config_dir: Path | str | None = None) -> Confi
 
 def _hashed(section: dict[str, Any]) -> dict[str, Any]:
     installed = str(share("configs").resolve())
-    return {key: value.replace(installed, "configs") if isinstance(value, str) else value
-            for key, value in section.items() if key not in UNHASHED}
+    return {
+        key: value.replace(installed, "configs") if isinstance(value, str) else value
+        for key, value in section.items()
+        if key not in UNHASHED
+    }
 
 
 def _sha256(content: Any) -> str:
@@ -343,7 +354,7 @@ def _sha256(content: Any) -> str:
 
 
 def _needed(config: Config) -> Config:
-    """Without the models in pools that the algorithm does not call, so that one placement serves all algorithms.
+    """Pools without the models that the algorithm does not call: one placement serves all algorithms.
 
     A model that is placed but defined nowhere stays, for `hpcflow.check` to name.
     """
@@ -351,7 +362,11 @@ def _needed(config: Config) -> Config:
     written = config.placement.pools
     if not any(model in unused for pool in written.values() for model in pool.models):
         return config
-    pools = {name: dataclasses.replace(pool, models=[model for model in pool.models if model not in unused])
-             for name, pool in written.items()}
+    pools = {
+        name: dataclasses.replace(pool, models=[model for model in pool.models if model not in unused])
+        for name, pool in written.items()
+    }
     pools = {name: pool for name, pool in pools.items() if pool.models or not written[name].models}
-    return dataclasses.replace(config, placement=dataclasses.replace(config.placement, pools=pools, written=written))
+    return dataclasses.replace(
+        config, placement=dataclasses.replace(config.placement, pools=pools, written=written)
+    )

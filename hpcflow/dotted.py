@@ -22,10 +22,10 @@ class Signature:
 
 
 def signature(path: str) -> Signature | None:
-    """The parameters of the function at ``"package.module:name"``; None for what is callable but no plain function.
+    """The parameters of the function at ``"package.module:name"``; None for another callable.
 
-    ValueError, as `hpcflow.data.resolve.resolve`, when there is no such function. A module is imported only if the
-    name is not defined in its source.
+    ValueError, as `hpcflow.data.resolve.resolve`, when there is no such function. A module is imported only
+    if the name is not defined in its source.
     """
     definition = _definition(path)
     if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -39,10 +39,12 @@ def signature(path: str) -> Signature | None:
 
 
 def near(path: str, otherwise: str) -> str:
-    """The path of what the same module defines and is called most alike; ``otherwise`` where there is nothing."""
+    """The path of what the same module defines under the nearest name; ``otherwise`` where there is none."""
     module, _, name = path.partition(":")
     names = [known for known in _definitions(module) if not known.startswith("_")]
-    return f"{module}:{(difflib.get_close_matches(name, names, 1) or sorted(names))[0]}" if names else otherwise
+    return (
+        f"{module}:{(difflib.get_close_matches(name, names, 1) or sorted(names))[0]}" if names else otherwise
+    )
 
 
 def _definition(path: str) -> ast.stmt | None:

@@ -1,9 +1,10 @@
 """How much memory a run will need, from the config and the models' ``config.json`` alone.
 
-Bytes per parameter follow the rule that reproduces the smallest clusters on which the HybridFlow paper (EuroSys 2025)
-could run each of its models: 18 for a model trained in mixed precision (bfloat16 weights 2, float32 gradients 4,
-master weights and two moments 12), 2 for one that is only evaluated, both sharded over the ranks of the pool.
-Generation holds one more copy of the actor, in its own type and split over its tensor-parallel ranks only.
+Bytes per parameter follow the rule that reproduces the smallest clusters on which the HybridFlow paper
+(EuroSys 2025) could run each of its models: 18 for a model trained in mixed precision (bfloat16 weights 2,
+float32 gradients 4, master weights and two moments 12), 2 for one that is only evaluated, both sharded over
+the ranks of the pool. Generation holds one more copy of the actor, in its own type and split over its
+tensor-parallel ranks only.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ VERIFIER_GIB = 0.06
 """One process that computes rewards."""
 
 ACTIVATION_BYTES = 17
-"""Kept for the backward pass per token, layer and hidden unit, in units of the computation's type (Korthikanti et
-al. 2022, section 4.1: 34 bytes at 2 bytes each, without dropout masks and attention scores)."""
+"""Kept for the backward pass per token, layer and hidden unit, in units of the computation's type
+(Korthikanti et al. 2022, section 4.1: 34 bytes at 2 bytes each, without dropout masks and attention
+scores)."""
 LOGIT_BYTES = 12
 """Per response token and vocabulary entry: float32 logits, their log-softmax and gradient."""
 
@@ -60,21 +62,33 @@ class ModelFacts:
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[dtype]
 
 
+Facts = dict[str, ModelFacts]
+"""By model, of those that have weights."""
+
+
 def model_facts(path: str) -> ModelFacts:
-    """The facts of a model, which is neither made nor loaded. ValueError when there is none, or it says too little."""
+    """Of a model that is neither made nor loaded. ValueError when it is missing or says too little."""
     config = model_config(path)
     text = config.get("text_config") or config
     try:
         hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
         vocab = text["vocab_size"]
     except KeyError as error:
-        raise ValueError(f"config.json of {path} has no {error}; it must describe a decoder language model") from error
+        raise ValueError(
+            f"config.json of {path} has no {error}; it must describe a decoder language model"
+        ) from error
     kv_heads = text.get("num_key_value_heads") or heads
     head_dim = text.get("head_dim") or hidden // heads
     stored = stored_params(Path(path)) if Path(path).is_dir() else None
     return ModelFacts(
-        params=stored or llama_params(text, kv_heads, head_dim), layers=layers, hidden=hidden, heads=heads,
-        kv_heads=kv_heads, head_dim=head_dim, vocab=vocab, max_positions=text.get("max_position_embeddings"),
+        params=stored or llama_params(text, kv_heads, head_dim),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        max_positions=text.get("max_position_embeddings"),
         needs_code="auto_map" in config,
     )
 
@@ -89,7 +103,7 @@ def llama_params(text: dict[str, Any], kv_heads: int, head_dim: int) -> int:
 
 
 def stored_params(folder: Path) -> int | None:
-    """Parameters in the safetensors files of ``folder``, read from their headers; None where there are none."""
+    """Parameters in the safetensors files of ``folder``, by their headers; None where there are none."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -98,19 +112,24 @@ def stored_params(folder: Path) -> int | None:
     return count or None
 
 
-def rank_memory(config: Config, facts: dict[str, ModelFacts]) -> dict[str, dict[str, float]]:
-    """GiB of one rank at its peak, by pool and purpose. ``facts`` by model, without those that have no weights."""
-    return {name: _pool_memory(config, pool.ranks, pool.models, facts) for name, pool in config.placement.pools.items()}
+def rank_memory(config: Config, facts: Facts) -> dict[str, dict[str, float]]:
+    """GiB of one rank at its peak, by pool and purpose. ``facts`` by model, of those that have weights."""
+    return {
+        name: _pool_memory(config, pool.ranks, pool.models, facts)
+        for name, pool in config.placement.pools.items()
+    }
 
 
-def total_memory(config: Config, facts: dict[str, ModelFacts]) -> float:
+def total_memory(config: Config, facts: Facts) -> float:
     """GiB of all ranks together, controller and recorder included."""
     pools = config.placement.pools
-    workers = sum(pools[name].ranks * sum(parts.values()) for name, parts in rank_memory(config, facts).items())
+    workers = sum(
+        pools[name].ranks * sum(parts.values()) for name, parts in rank_memory(config, facts).items()
+    )
     return workers + 2 * PROCESS_GIB
 
 
-def _pool_memory(config: Config, ranks: int, models: list[str], facts: dict[str, ModelFacts]) -> dict[str, float]:
+def _pool_memory(config: Config, ranks: int, models: list[str], facts: Facts) -> dict[str, float]:
     generation, dtype = config.protocol.generation, config.protocol.training.dtype
     parts: dict[str, float] = {"process": PROCESS_GIB}
     working = [0.0]
@@ -152,7 +171,13 @@ def _working_bytes(config: Config, spec: ModelSpec, model: ModelFacts) -> float:
 
 
 def _column_bytes(config: Config) -> float:
-    """Columns of one iteration: prompts and responses of 8 bytes a token, eight float32 columns per response token."""
+    """Columns of one iteration: token ids of 8 bytes, and eight float32 columns per response token."""
     batch = config.algorithm.batch
     rows = batch.prompts * batch.draws
     return rows * (8 * config.data.max_prompt_tokens + (8 + 32) * config.algorithm.sampling.max_tokens + 256)
+
+
+def round_up(gib: float) -> float:
+    """Two digits, never less."""
+    step = 1.0 if gib > 10 else 0.01
+    return round((gib // step + 1) * step, 2)

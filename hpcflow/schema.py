@@ -1,4 +1,4 @@
-"""Dataclasses as a schema: nested dicts in, checked dataclasses out, every breach named with a value that works."""
+"""Dataclasses as a schema: nested dicts in, checked dataclasses out, each breach with a value that works."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list",
-         dict: "keys and values", tuple: "a list"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    dict: "keys and values",
+    tuple: "a list",
+}
 EXAMPLES = {int: 1, float: 1.0, bool: False, str: "text", list: [], dict: {}}
 
 
@@ -26,6 +34,9 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.key}={show(self.seen)}: {self.why}; works: {self.works}"
+
+
+Problems = Iterator[Problem]
 
 
 class ConfigError(ValueError):
@@ -48,8 +59,14 @@ def nearest(word: str, words: Any) -> str:
     return ", ".join(near or sorted(str(w) for w in words)) or "none"
 
 
-def option(default: Any = dataclasses.MISSING, *, low: float | None = None, above: float | None = None,
-           high: float | None = None, among: tuple[str, ...] = ()) -> Any:
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    among: tuple[str, ...] = (),
+) -> Any:
     """A field with its range: ``low <= value <= high``, ``value > above``, or one ``among`` some words."""
     limits = {"low": low, "above": above, "high": high, "among": among, "default": default}
     if isinstance(default, (list, dict)):
@@ -76,7 +93,9 @@ def _value(kind: Any, value: Any, key: str, limits: dict[str, Any], problems: li
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _dataclass(kind, value, key, problems)
     if origin is dict and isinstance(value, dict):
-        return {str(name): _value(args[1], item, f"{key}.{name}", {}, problems) for name, item in value.items()}
+        return {
+            str(name): _value(args[1], item, f"{key}.{name}", {}, problems) for name, item in value.items()
+        }
     if origin is list and isinstance(value, list):
         return [_value(args[0], item, f"{key}[{i}]", limits, problems) for i, item in enumerate(value)]
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(args):
@@ -98,8 +117,14 @@ def _dataclass(kind: type, tree: dict, key: str, problems: list[Problem]) -> Any
     fields = {f.name: f for f in dataclasses.fields(kind)}
     before = len(problems)
     for name in tree.keys() - fields.keys():
-        problems.append(Problem(f"{prefix}{name}", tree[name], "there is no such key",
-                                prefix + nearest(str(name), fields).replace(", ", f", {prefix}")))
+        problems.append(
+            Problem(
+                f"{prefix}{name}",
+                tree[name],
+                "there is no such key",
+                prefix + nearest(str(name), fields).replace(", ", f", {prefix}"),
+            )
+        )
     values = {}
     for name, f in fields.items():
         if name in tree:
@@ -107,8 +132,14 @@ def _dataclass(kind: type, tree: dict, key: str, problems: list[Problem]) -> Any
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             basic = get_origin(hints[name]) or hints[name]
             basic = dict if dataclasses.is_dataclass(basic) else basic
-            problems.append(Problem(prefix + name, "(missing)", f"must be given, as {WORDS[basic]}",
-                                    _works(prefix + name, basic, dict(f.metadata))))
+            problems.append(
+                Problem(
+                    prefix + name,
+                    "(missing)",
+                    f"must be given, as {WORDS[basic]}",
+                    _works(prefix + name, basic, dict(f.metadata)),
+                )
+            )
     return kind(**values) if len(problems) == before else None
 
 

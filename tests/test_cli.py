@@ -1,4 +1,4 @@
-"""The command line: what it prints, refuses and leaves behind. No ranks are started here: the launch is a stand-in."""
+"""The command line: what it prints, refuses and leaves behind. The launch is a stand-in: no ranks start."""
 
 import json
 import os
@@ -67,13 +67,16 @@ def test_a_failed_launch_leaves_its_exit_code_and_how_to_go_on(launches, runs, c
     assert f"hpcflow train --resume {run}" in captured.err and "report of" not in captured.out
 
 
-@pytest.mark.parametrize("argv, says", [
-    (["train", TINY, "iterations=0"], "iterations=0: must be at least 1"),
-    (["train", TINY, "algorithm.batch.mini_batches=3"], "algorithm.batch.mini_batches=3: must divide"),
-    (["train", TINY, "--config-dir", "nothing"], "no such folder"),
-    (["train", "--resume", "nothing"], "no run directory"),
-    (["report", "nothing"], "nothing"),
-])
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["train", TINY, "iterations=0"], "iterations=0: must be at least 1"),
+        (["train", TINY, "algorithm.batch.mini_batches=3"], "algorithm.batch.mini_batches=3: must divide"),
+        (["train", TINY, "--config-dir", "nothing"], "no such folder"),
+        (["train", "--resume", "nothing"], "no run directory"),
+        (["report", "nothing"], "nothing"),
+    ],
+)
 def test_a_mistake_is_one_message_and_code_2(launches, runs, capsys, monkeypatch, argv, says):
     if argv[0] == "report":
         monkeypatch.undo()
@@ -83,7 +86,9 @@ def test_a_mistake_is_one_message_and_code_2(launches, runs, capsys, monkeypatch
     assert not launches and not runs.exists()
 
 
-@pytest.mark.parametrize("argv", [[], ["trian"], ["train", "--fast"], ["report"], ["report", "a", "b"], ["check", "-x"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["trian"], ["train", "--fast"], ["report"], ["report", "a", "b"], ["check", "-x"]]
+)
 def test_a_wrong_command_line_is_refused_with_its_usage(argv, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(argv)
@@ -100,7 +105,8 @@ def test_a_dry_run_prints_the_config_and_the_plan_and_leaves_nothing(launches, r
     assert cli.main(["train", TINY, "--dry-run", "placement=standalone", "algorithm=grpo"]) == 0
     printed = capsys.readouterr().out
     assert config.from_dict(yaml.safe_load(printed)) == config.compose(
-        [TINY, "placement=standalone", "algorithm=grpo"])
+        [TINY, "placement=standalone", "algorithm=grpo"]
+    )
     plan = [line for line in printed.splitlines() if line.startswith("#")]
     assert plan[0] == "# 5 ranks: 0 controller, 1 recorder"
     assert "#   pool reference, ranks 3-3: reference" in plan and "mpiexec" in plan[-1]
@@ -118,7 +124,12 @@ def test_check(capsys, monkeypatch):
 
 
 def test_memory_is_that_of_the_nodes_of_the_allocation(capsys, monkeypatch):
-    small = ["check", "experiment=ppo_quickstart", "protocol.generation.engine=plain", "cluster.memory_gib=6.0"]
+    small = [
+        "check",
+        "experiment=ppo_quickstart",
+        "protocol.generation.engine=plain",
+        "cluster.memory_gib=6.0",
+    ]
     monkeypatch.setattr(launch, "launcher_command", lambda launcher, size: ["srun"])
     assert cli.main(small) == 1
     monkeypatch.setenv("SLURM_JOB_ID", "1")
@@ -135,12 +146,30 @@ def run(launches, runs):
 
 def test_resume_continues_in_the_same_directory(run, launches, capsys):
     assert cli.main(["train", "--resume", str(run)]) == 0
-    assert cli.main(["train", TINY, f"--resume={run}", "placement=colocate", "iterations=9",
-                     "protocol.training.micro_batch=2"]) == 0
+    assert (
+        cli.main(
+            [
+                "train",
+                TINY,
+                f"--resume={run}",
+                "placement=colocate",
+                "iterations=9",
+                "protocol.training.micro_batch=2",
+            ]
+        )
+        == 0
+    )
     assert [(made[0], made[1]) for made in launches] == [(run, 4), (run, 4)]
     written = config.load(run / "config.yaml")
-    assert (written.placement.name, written.iterations, written.protocol.training.micro_batch) == ("colocate", 9, 2)
-    assert json.loads((run / "objects.json").read_text())["placement"]["sha256"] == config.hashes(written)["placement"]
+    assert (written.placement.name, written.iterations, written.protocol.training.micro_batch) == (
+        "colocate",
+        9,
+        2,
+    )
+    assert (
+        json.loads((run / "objects.json").read_text())["placement"]["sha256"]
+        == config.hashes(written)["placement"]
+    )
     printed = capsys.readouterr().err
     assert "changed placement: name: split -> colocate" in printed
     assert "changed protocol: training.micro_batch: 4 -> 2" in printed
@@ -148,16 +177,19 @@ def test_resume_continues_in_the_same_directory(run, launches, capsys):
     assert [line["resumed"] for line in lines] == [False, True, True]
 
 
-@pytest.mark.parametrize("overrides, says", [
-    (["algorithm.advantage.args.lam=0.5"], "algorithm.advantage.args.lam: 0.95 -> 0.5"),
-    (["algorithm=grpo"], "algorithm.name: ppo -> grpo"),
-    (["model=smollm2_135m"], "models.actor.optimizer.lr: 0.001 -> 0.0001"),
-    (["data=reasoning_gym"], "data.max_prompt_tokens: 64 -> 128"),
-    (["seed=1", "data.system=hello"], "seed: 0 -> 1"),
-    (["iterations=1"], "works: iterations=3"),
-    (["experiment=ppo_quickstart"], "works: experiment=tiny"),
-    (["placement.pools.policy.models=[actor]"], "reference nowhere"),
-])
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["algorithm.advantage.args.lam=0.5"], "algorithm.advantage.args.lam: 0.95 -> 0.5"),
+        (["algorithm=grpo"], "algorithm.name: ppo -> grpo"),
+        (["model=smollm2_135m"], "models.actor.optimizer.lr: 0.001 -> 0.0001"),
+        (["data=reasoning_gym"], "data.max_prompt_tokens: 64 -> 128"),
+        (["seed=1", "data.system=hello"], "seed: 0 -> 1"),
+        (["iterations=1"], "works: iterations=3"),
+        (["experiment=ppo_quickstart"], "works: experiment=tiny"),
+        (["placement.pools.policy.models=[actor]"], "reference nowhere"),
+    ],
+)
 def test_resume_refuses_another_training(run, launches, capsys, overrides, says):
     before = (run / "config.yaml").read_text()
     assert cli.main(["train", "--resume", str(run), *overrides]) == 2
@@ -190,28 +222,52 @@ def test_module_and_command_are_the_same_and_see_the_working_directory(tmp_path)
     argv = ["check", TINY, "models.reward.function=mine:reward"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
     for python in (["-c", code], ["-m", "hpcflow"]):
-        done = subprocess.run([sys.executable, *python, *argv], cwd=tmp_path, env=environment, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            [sys.executable, *python, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_wheel_carries_configs_and_kernels(tmp_path):
-    wheel_tools = subprocess.run([sys.executable, "-c", "import setuptools.command.bdist_wheel"], capture_output=True)
+    wheel_tools = subprocess.run(
+        [sys.executable, "-c", "import setuptools.command.bdist_wheel"], capture_output=True
+    )
     if wheel_tools.returncode:
         pytest.skip("this setuptools cannot build wheels; 70.1 can")
     source = tmp_path / "source"
     source.mkdir()
     for name in ("hpcflow", "configs", "kernels"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "pyproject.toml", source)
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
     subprocess.run(pip, cwd=source, check=True)
     [wheel] = tmp_path.glob("hpcflow-*.whl")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
-    code = ("import json; from hpcflow import config as c; tiny = c.compose(['experiment=tiny']);"
-            "print(json.dumps([c.__file__, str(c.share('kernels')), tiny.data.train, c.hashes(tiny)]))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
+    code = (
+        "import json; from hpcflow import config as c; tiny = c.compose(['experiment=tiny']);"
+        "print(json.dumps([c.__file__, str(c.share('kernels')), tiny.data.train, c.hashes(tiny)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )
     file, kernels, train, hashes = json.loads(done.stdout)
     assert file.startswith(str(tmp_path)) and (Path(kernels) / "README.md").is_file()
     assert train.startswith(str(tmp_path)) and Path(train).is_file()

@@ -29,11 +29,19 @@ def test_quickstart_has_the_settings_that_were_seen_to_learn():
     algorithm, critic = config.algorithm, config.models["critic"]
     assert (config.iterations, config.placement.name, config.world_size) == (2, "split", 4)
     assert (algorithm.batch.prompts, algorithm.batch.draws, algorithm.batch.mini_batches) == (32, 1, 2)
-    assert algorithm.advantage.args == {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.02, "kl": "k1", "whiten": True}
+    assert algorithm.advantage.args == {
+        "gamma": 1.0,
+        "lam": 0.95,
+        "kl_coef": 0.02,
+        "kl": "k1",
+        "whiten": True,
+    }
     assert algorithm.value_loss.args == {"clip": 0.2} and config.data.system == ""
     assert critic.optimizer == c.Optimizer(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=1.0)
     assert config.models["reference"].optimizer is None
-    assert config.data.train.startswith("/") and config.data.train.endswith("configs/prompts/positivity_train.jsonl")
+    assert config.data.train.startswith("/") and config.data.train.endswith(
+        "configs/prompts/positivity_train.jsonl"
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -52,7 +60,10 @@ def test_every_combination_of_groups_composes_and_survives_yaml(tmp_path, algori
 
 
 def test_ranks_follow_the_order_of_the_pools(tiny):
-    pools = {"b": c.Pool(ranks=3, models=["actor"]), "a": c.Pool(ranks=1, models=["critic", "reference", "reward"])}
+    pools = {
+        "b": c.Pool(ranks=3, models=["actor"]),
+        "a": c.Pool(ranks=1, models=["critic", "reference", "reward"]),
+    }
     placement = dataclasses.replace(tiny.placement, pools=pools)
     assert placement.ranks() == {"b": range(2, 5), "a": range(5, 6)}
     assert placement.pool_of("reward") == "a"
@@ -66,31 +77,34 @@ def test_a_model_that_the_algorithm_does_not_call_leaves_its_pool():
     assert config.placement.pools["value"].models == ["reward"]
 
 
-@pytest.mark.parametrize("override, key, works", [
-    ("placment=split", "placment", "placement"),
-    ("placement=splt", "placement", "placement=split"),
-    ("modle=tiny", "modle", "model"),
-    ("algorithm.batch.promts=3", "algorithm.batch.promts", "algorithm.batch.prompts"),
-    ("+algorithm.batch.promts=3", "algorithm.batch.promts", "algorithm.batch.prompts"),
-    ("++models.actor.optimiser.lr=1", "models.actor.optimiser", "models.actor.optimizer"),
-    ("algorithm.batch.prompts=0", "algorithm.batch.prompts", "algorithm.batch.prompts=32"),
-    ("algorithm.batch.prompts=1.5", "algorithm.batch.prompts", "algorithm.batch.prompts=32"),
-    ("iterations=true", "iterations", "iterations=1"),
-    ("iterations=", "iterations", "iterations=1"),
-    ("seed=-1", "seed", "seed=0"),
-    ("seed=2147483648", "seed", "seed=0"),
-    ("algorithm.sampling.top_p=0", "algorithm.sampling.top_p", "algorithm.sampling.top_p=1.0"),
-    ("algorithm.sampling.top_p=nan", "algorithm.sampling.top_p", "algorithm.sampling.top_p=1.0"),
-    ("models.actor.optimizer.lr=inf", "models.actor.optimizer.lr", "models.actor.optimizer.lr=1e-06"),
-    ("models.actor.optimizer.betas=[0.9]", "models.actor.optimizer.betas", "[0.9, 0.95]"),
-    ("models.actor.optimizer.betas=[0.9,x]", "models.actor.optimizer.betas[1]", "[0.9, 0.95]"),
-    ("protocol.training.dtype=fp16", "protocol.training.dtype", "protocol.training.dtype=bfloat16"),
-    ("protocol.training=3", "protocol.training", "protocol.training={}"),
-    ("trust_remote_code=yes_please", "trust_remote_code", "trust_remote_code=false"),
-    ("algorithm.sampling.stop=[1]", "algorithm.sampling.stop[0]", "algorithm.sampling.stop=[]"),
-    ("~algorithm.function", "algorithm.function", "algorithm.function="),
-    ("placement.pools.all.ranks=0", "placement.pools.all.ranks", "placement.pools.all.ranks=1"),
-])
+@pytest.mark.parametrize(
+    "override, key, works",
+    [
+        ("placment=split", "placment", "placement"),
+        ("placement=splt", "placement", "placement=split"),
+        ("modle=tiny", "modle", "model"),
+        ("algorithm.batch.promts=3", "algorithm.batch.promts", "algorithm.batch.prompts"),
+        ("+algorithm.batch.promts=3", "algorithm.batch.promts", "algorithm.batch.prompts"),
+        ("++models.actor.optimiser.lr=1", "models.actor.optimiser", "models.actor.optimizer"),
+        ("algorithm.batch.prompts=0", "algorithm.batch.prompts", "algorithm.batch.prompts=32"),
+        ("algorithm.batch.prompts=1.5", "algorithm.batch.prompts", "algorithm.batch.prompts=32"),
+        ("iterations=true", "iterations", "iterations=1"),
+        ("iterations=", "iterations", "iterations=1"),
+        ("seed=-1", "seed", "seed=0"),
+        ("seed=2147483648", "seed", "seed=0"),
+        ("algorithm.sampling.top_p=0", "algorithm.sampling.top_p", "algorithm.sampling.top_p=1.0"),
+        ("algorithm.sampling.top_p=nan", "algorithm.sampling.top_p", "algorithm.sampling.top_p=1.0"),
+        ("models.actor.optimizer.lr=inf", "models.actor.optimizer.lr", "models.actor.optimizer.lr=1e-06"),
+        ("models.actor.optimizer.betas=[0.9]", "models.actor.optimizer.betas", "[0.9, 0.95]"),
+        ("models.actor.optimizer.betas=[0.9,x]", "models.actor.optimizer.betas[1]", "[0.9, 0.95]"),
+        ("protocol.training.dtype=fp16", "protocol.training.dtype", "protocol.training.dtype=bfloat16"),
+        ("protocol.training=3", "protocol.training", "protocol.training={}"),
+        ("trust_remote_code=yes_please", "trust_remote_code", "trust_remote_code=false"),
+        ("algorithm.sampling.stop=[1]", "algorithm.sampling.stop[0]", "algorithm.sampling.stop=[]"),
+        ("~algorithm.function", "algorithm.function", "algorithm.function="),
+        ("placement.pools.all.ranks=0", "placement.pools.all.ranks", "placement.pools.all.ranks=1"),
+    ],
+)
 def test_a_wrong_key_or_value_is_named_with_one_that_works(override, key, works):
     with pytest.raises(ConfigError) as error:
         c.compose([*TINY, override])
@@ -104,13 +118,16 @@ def test_all_wrong_keys_are_reported_at_once():
     assert keys(error) == {"iterations", "seed", "run.kep", "protocol.training"}
 
 
-@pytest.mark.parametrize("override, says", [
-    ("a=[", "not an override"),
-    ("iterations", "not an override"),
-    ("seed=1,2", "works: seed=1"),
-    ("~nothing.here", "nothing.here"),
-    ("name=${nothing}", "nothing"),
-])
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("a=[", "not an override"),
+        ("iterations", "not an override"),
+        ("seed=1,2", "works: seed=1"),
+        ("~nothing.here", "nothing.here"),
+        ("name=${nothing}", "nothing"),
+    ],
+)
 def test_what_is_no_override_is_one_message(override, says):
     with pytest.raises(ValueError, match=None) as error:
         c.compose([*TINY, override])
@@ -123,15 +140,22 @@ def test_the_last_choice_of_a_group_wins():
 
 
 def test_pools_given_as_a_whole_replace_those_of_the_placement():
-    config = c.compose([*TINY, "placement.pools={a: {ranks: 2, models: [actor, critic]}, "
-                        "b: {ranks: 1, models: [reference, reward]}}"])
+    config = c.compose(
+        [
+            *TINY,
+            "placement.pools={a: {ranks: 2, models: [actor, critic]}, "
+            "b: {ranks: 1, models: [reference, reward]}}",
+        ]
+    )
     assert list(config.placement.pools) == ["a", "b"]
 
 
 def test_own_configs_are_searched_first(tmp_path):
     (tmp_path / "placement").mkdir()
     (tmp_path / "placement" / "mine.yaml").write_text("name: mine\npools: {x: {ranks: 1, models: [actor]}}\n")
-    (tmp_path / "placement" / "split.yaml").write_text("name: my split\npools: {x: {ranks: 5, models: [actor]}}\n")
+    (tmp_path / "placement" / "split.yaml").write_text(
+        "name: my split\npools: {x: {ranks: 5, models: [actor]}}\n"
+    )
     assert c.compose([*TINY, "placement=mine"], tmp_path).placement.name == "mine"
     assert c.compose([*TINY, "placement=split"], tmp_path).placement.pools["x"].ranks == 5
     assert c.compose([*TINY, "placement=colocate"], tmp_path).placement.name == "colocate"
@@ -159,12 +183,31 @@ def test_relative_paths_become_absolute(tmp_path, monkeypatch):
     assert c.compose([*TINY, "data.train=configs/prompts/positivity_eval.jsonl"]).data.train.startswith("/")
 
 
-SAME = ["iterations=9", "name=other", "run.keep=5", "models.reward.timeout_s=3", "data.eval_prompts=3", "data.eval=null",
-        "cluster.threads_per_rank=2"]
+SAME = [
+    "iterations=9",
+    "name=other",
+    "run.keep=5",
+    "models.reward.timeout_s=3",
+    "data.eval_prompts=3",
+    "data.eval=null",
+    "cluster.threads_per_rank=2",
+]
 CHANGES = {
-    "algorithm": ["seed=1", "algorithm.batch.prompts=4", "models.actor.optimizer.lr=2e-3", "data.system=x",
-                  "algorithm.advantage.args.lam=0.5", "algorithm=grpo", "data=reasoning_gym", "model=smollm2_135m"],
-    "protocol": ["protocol.training.micro_batch=2", "protocol=fsdp_vllm", "protocol.generation.dtype=bfloat16"],
+    "algorithm": [
+        "seed=1",
+        "algorithm.batch.prompts=4",
+        "models.actor.optimizer.lr=2e-3",
+        "data.system=x",
+        "algorithm.advantage.args.lam=0.5",
+        "algorithm=grpo",
+        "data=reasoning_gym",
+        "model=smollm2_135m",
+    ],
+    "protocol": [
+        "protocol.training.micro_batch=2",
+        "protocol=fsdp_vllm",
+        "protocol.generation.dtype=bfloat16",
+    ],
     "placement": ["placement=split", "placement.pools.all.ranks=3"],
 }
 
@@ -186,11 +229,15 @@ def test_hashes_do_not_depend_on_the_working_directory_or_model_order(tiny, tmp_
     assert c.hashes(there) == c.hashes(tiny)
     backwards = dataclasses.replace(there, models=dict(reversed(there.models.items())))
     assert c.hashes(backwards) == c.hashes(tiny)
-    swapped = dataclasses.replace(there.placement, pools={"x": c.Pool(ranks=1, models=["actor"]),
-                                                          "y": c.Pool(ranks=1, models=["critic"])})
+    swapped = dataclasses.replace(
+        there.placement,
+        pools={"x": c.Pool(ranks=1, models=["actor"]), "y": c.Pool(ranks=1, models=["critic"])},
+    )
     other = dataclasses.replace(swapped, pools=dict(reversed(swapped.pools.items())))
-    assert c.hashes(dataclasses.replace(there, placement=swapped))["placement"] != c.hashes(
-        dataclasses.replace(there, placement=other))["placement"]
+    assert (
+        c.hashes(dataclasses.replace(there, placement=swapped))["placement"]
+        != c.hashes(dataclasses.replace(there, placement=other))["placement"]
+    )
 
 
 def test_overlay_changes_only_what_is_given(tmp_path):
@@ -208,10 +255,15 @@ def test_overlay_changes_only_what_is_given(tmp_path):
     assert list(pooled.placement.pools) == ["one"] and pooled.placement.written is None
     assert overlay(base, ["experiment=tiny"]) == config
     wider = overlay(base, ["placement.pools.actor.ranks=4"])
-    assert wider.placement.pools["actor"].ranks == 4 and c.hashes(wider)["placement"] != c.hashes(config)["placement"]
+    assert (
+        wider.placement.pools["actor"].ranks == 4
+        and c.hashes(wider)["placement"] != c.hashes(config)["placement"]
+    )
 
 
-@pytest.mark.parametrize("override", ["experiment=ppo_quickstart", "~placement.pools.all", "placement=splt", "run.kep=2"])
+@pytest.mark.parametrize(
+    "override", ["experiment=ppo_quickstart", "~placement.pools.all", "placement=splt", "run.kep=2"]
+)
 def test_overlay_refuses_what_it_cannot_apply(tmp_path, tiny, override):
     base = tmp_path / "config.yaml"
     base.write_text(c.dump(tiny))
@@ -219,8 +271,10 @@ def test_overlay_refuses_what_it_cannot_apply(tmp_path, tiny, override):
         overlay(base, [override])
 
 
-@pytest.mark.parametrize("text, says", [("a: [", "not a readable"), ("3", "holds int"), ("", "holds NoneType"),
-                                        ("name: x", "algorithm=")])
+@pytest.mark.parametrize(
+    "text, says",
+    [("a: [", "not a readable"), ("3", "holds int"), ("", "holds NoneType"), ("name: x", "algorithm=")],
+)
 def test_load_refuses_what_is_no_config(tmp_path, text, says):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=says):
@@ -229,8 +283,10 @@ def test_load_refuses_what_is_no_config(tmp_path, text, says):
         c.load(tmp_path / "nothing.yaml")
 
 
-junk = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-                    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2))
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -253,7 +309,9 @@ def test_junk_anywhere_is_a_config_error_or_a_valid_config(tiny, data):
 
 
 def test_config_and_check_import_neither_torch_nor_hydra_before_they_must():
-    code = ("import sys, hpcflow.config; assert not {'torch', 'hydra'} & sys.modules.keys();"
-            "import hpcflow.check; hpcflow.check.check(hpcflow.config.compose(['experiment=tiny']));"
-            "assert 'torch' not in sys.modules")
+    code = (
+        "import sys, hpcflow.config; assert not {'torch', 'hydra'} & sys.modules.keys();"
+        "import hpcflow.check; hpcflow.check.check(hpcflow.config.compose(['experiment=tiny']));"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

