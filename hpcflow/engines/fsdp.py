@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpcflow.data.columns import Columns, Ragged, select_rows
-from hpcflow.engines import batching, sharded_state, token_model
+from hpcflow.engines import batching, gloo_comm, sharded_state, token_model
 from hpcflow.engines.adamw import ShardedAdamW, global_sum
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ class FSDPEngine:
         for module in self._units():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if self.device.type == "cpu":
+                module.set_custom_all_gather(gloo_comm.BroadcastAllGather())
+                module.set_custom_reduce_scatter(gloo_comm.PairwiseReduceScatter())
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
