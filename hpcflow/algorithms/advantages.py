@@ -3,17 +3,18 @@
 Called as ``f(ids, rows, gather, **params)`` on each data-parallel rank of the actor, with its own rows:
 
 * ids: int64 [rows], sample ids;
-* rows: columns reward (float32 [rows]), reward_ok (bool [rows]), loss_mask (Ragged bool), old_log_probs and, where
-  used, ref_log_probs and values (Ragged float32), ragged ones over response tokens;
+* rows: columns reward (float32 [rows]), reward_ok (bool [rows]), loss_mask (Ragged bool), old_log_probs and,
+  where used, ref_log_probs and values (Ragged float32), ragged ones over response tokens;
 * gather(t): t of every rank in row order (``list[Tensor]``; dimension 0 may differ).
 
-Returns advantages, returns (Ragged float32), loss_mask (Ragged bool) and, when there are ref_log_probs, kl (Ragged
-float32). Rows whose reward failed (reward_ok false) get advantage 0 and an all-false loss_mask, and enter no
-statistic. Tokens that loss_mask excludes (a tool's output inside a response) have advantage and return 0.
+Returns advantages, returns (Ragged float32), loss_mask (Ragged bool) and, when there are ref_log_probs, kl
+(Ragged float32). Rows whose reward failed (reward_ok false) get advantage 0 and an all-false loss_mask, and
+enter no statistic. Tokens that loss_mask excludes (a tool's output inside a response) have advantage and
+return 0.
 
-Statistics are taken over the whole batch, from one number per row, with exactly rounded sums (`math.fsum`), and a
-row's numbers are computed in float64 without looking at other rows: every result is bitwise the same however the
-rows are spread over ranks.
+Statistics are taken over the whole batch, from one number per row, with exactly rounded sums (`math.fsum`),
+and a row's numbers are computed in float64 without looking at other rows: every result is bitwise the same
+however the rows are spread over ranks.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def gae(
 ) -> Columns:
     """Generalised advantage estimation (Schulman et al. 2016).
 
-    The reward stands at the last token of the response; each token costs ``kl_coef`` times the KL estimate ``kl``
-    of old against reference log-probs. delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1};
-    return_t = A_t + V_t, before whitening. Excluded tokens are skipped: the token after them is the successor (as in
-    verl; OpenRLHF decays once more per excluded token). ``whiten`` brings the advantages of all tokens of the batch
-    to mean 0 and (unbiased) variance 1.
+    The reward stands at the last token of the response; each token costs ``kl_coef`` times the KL estimate
+    ``kl`` of old against reference log-probs. delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma *
+    lam * A_{t+1}; return_t = A_t + V_t, before whitening. Excluded tokens are skipped: the token after them
+    is the successor (as in verl; OpenRLHF decays once more per excluded token). ``whiten`` brings the
+    advantages of all tokens of the batch to mean 0 and (unbiased) variance 1.
     """
     mask = _loss_mask(rows)
     divergence = _kl_column(rows, kl, required=kl_coef != 0)
@@ -89,10 +90,10 @@ def grpo(
 ) -> Columns:
     """Group-normalised rewards: (reward - mean) / (standard deviation + ``eps``) over the draws of a prompt.
 
-    The same number at every token of a response; returns repeat the advantages. Mean and (unbiased) deviation are
-    over the draws whose reward did not fail. ``std`` false leaves out the division (Dr. GRPO). A group of equal
-    rewards gives exactly 0, rounding noise in them included, and so does a group with one draw left: it has nothing
-    to compare with (verl would keep the raw reward). ``kl`` is only for the column of that name.
+    The same number at every token of a response; returns repeat the advantages. Mean and (unbiased) deviation
+    are over the draws whose reward did not fail. ``std`` false leaves out the division (Dr. GRPO). A group of
+    equal rewards gives exactly 0, rounding noise in them included, and so does a group with one draw left: it
+    has nothing to compare with (verl would keep the raw reward). ``kl`` is only for the column of that name.
     """
     mask = _loss_mask(rows)
     reward, ok, keys = rows["reward"].double(), rows["reward_ok"], group_key(ids)
@@ -116,7 +117,7 @@ def grpo(
 
 
 def _group_statistics(rewards: list[float]) -> tuple[float, float]:
-    """(mean, unbiased standard deviation); deviation exactly 0 when there is nothing to tell rewards apart."""
+    """(mean, unbiased standard deviation); deviation exactly 0 when nothing tells the rewards apart."""
     mean = math.fsum(rewards) / len(rewards)
     if max(rewards) - min(rewards) <= EQUAL * max(1.0, *map(abs, rewards)):
         return mean, 0.0
@@ -142,7 +143,7 @@ def _padded(column: Ragged, mask: Ragged) -> torch.Tensor:
 
 
 def _add_at_last(rewards: torch.Tensor, keep: torch.Tensor, reward: torch.Tensor) -> None:
-    """Add ``reward`` [rows] at the last kept token of each row of ``rewards`` [rows, width]; rows without: nowhere."""
+    """Add ``reward`` [rows] at the last kept token, if any, of each row of ``rewards`` [rows, width]."""
     if rewards.shape[1] == 0:
         return
     position = torch.arange(rewards.shape[1]).expand_as(keep)

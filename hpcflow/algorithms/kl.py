@@ -2,16 +2,16 @@
 
 With r = log_probs - ref_log_probs at a sampled token (Schulman 2020, "Approximating KL divergence"):
 
-====  ==================  =============================================  ========================================
-name  formula             value                                          gradient with respect to the policy
-====  ==================  =============================================  ========================================
-k1    r                   unbiased, may be negative                      zero on average: of no use in a loss
-k2    r^2 / 2             biased, small variance                         that of KL(policy || reference)
-k3    exp(-r) - 1 + r     unbiased, never negative                       that of KL(reference || policy)
-====  ==================  =============================================  ========================================
+====  ================  =======================================  ==================================
+name  formula           value                                    gradient with respect to the policy
+====  ================  =======================================  ==================================
+k1    r                 unbiased, may be negative                zero on average: of no use in a loss
+k2    r^2 / 2           biased, small variance                   that of KL(policy || reference)
+k3    exp(-r) - 1 + r   unbiased, never negative                 that of KL(reference || policy)
+====  ================  =======================================  ==================================
 
-(Averages over tokens sampled from the very policy that is differentiated.) k1 is the usual choice inside a reward,
-k3 the usual one inside a loss.
+(Averages over tokens sampled from the very policy that is differentiated.) k1 is the usual choice inside a
+reward, k3 the usual one inside a loss.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Per-token losses of policy and critic.
 
-A loss function is called as ``f(predictions, rows, **params)`` with float32 [T] predictions over the response tokens
-of ``rows`` (any micro-batch) and returns (loss [T], metrics {name: [T]}), nothing aggregated: the training engine
-multiplies by `hpcflow.engines.batching.token_weights` and sums. Tokens whose ``loss_mask`` is false have loss 0 and
-gradient 0, whatever stands in the columns there (NaN too).
+A loss function is called as ``f(predictions, rows, **params)`` with float32 [T] predictions over the response
+tokens of ``rows`` (any micro-batch) and returns (loss [T], metrics {name: [T]}), nothing aggregated: the
+training engine multiplies by `hpcflow.engines.batching.token_weights` and sums. Tokens whose ``loss_mask`` is
+false have loss 0 and gradient 0, whatever stands in the columns there (NaN too).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpcflow.algorithms.kl import estimate
 from hpcflow.data.columns import Columns, flat
 from hpcflow.data.needs import reads
 
-LOG_RATIO_LIMIT = 20.0  # as in verl; a ratio beyond exp(20) carries no information, one beyond exp(88) is infinite
+LOG_RATIO_LIMIT = 20.0  # as in verl: a ratio beyond exp(20) says no more, one beyond exp(88) is infinite
 
 
 @reads("old_log_probs", "advantages", "loss_mask", optional=("ref_log_probs",))
@@ -32,12 +32,12 @@ def ppo_clip(
 
     With ratio = exp(log_probs - old_log_probs) and A = advantages:
     loss = max(-A * ratio, -A * clip(ratio, 1 - clip, 1 + clip_high)) + kl_coef * KL.
-    ``clip_high`` defaults to ``clip`` (DAPO's clip-higher sets it apart). ``dual_clip`` = c > 1 bounds the loss by
-    -c * A where A < 0 (Ye et al. 2020); off unless set, as in TRL and OpenRLHF, while verl's default is 3.
-    ``kl``: see `hpcflow.algorithms.kl`.
+    ``clip_high`` defaults to ``clip`` (DAPO's clip-higher sets it apart). ``dual_clip`` = c > 1 bounds the
+    loss by -c * A where A < 0 (Ye et al. 2020); off unless set, as in TRL and OpenRLHF, while verl's default
+    is 3. ``kl``: see `hpcflow.algorithms.kl`.
 
-    Reads old_log_probs, advantages, loss_mask, and ref_log_probs when kl_coef is not 0. Metrics: approx_kl (old -
-    new log-prob), clip_fraction, and with kl_coef kl_loss (before the coefficient).
+    Reads old_log_probs, advantages, loss_mask, and ref_log_probs when kl_coef is not 0. Metrics: approx_kl
+    (old - new log-prob), clip_fraction, and with kl_coef kl_loss (before the coefficient).
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip={dual_clip} must be greater than 1, e.g. 3, or null")
@@ -67,10 +67,11 @@ def ppo_clip(
 def clipped_value(
     values: torch.Tensor, rows: Columns, *, clip: float | None = 0.2
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Half the squared error of the critic, the worse one of the new value and the new value clipped to the old
-    one +- ``clip`` (null: no clipping).
+    """Half the squared error of the critic, the worse one of the new value and the new value clipped to the
+    old one +- ``clip`` (null: no clipping).
 
-    Reads values (old), returns, loss_mask. Metrics: value_clip_fraction, value_error (squared, before clipping).
+    Reads values (old), returns, loss_mask. Metrics: value_clip_fraction, value_error (squared, before
+    clipping).
     """
     mask = flat(rows["loss_mask"])
     returns, old = _where(mask, flat(rows["returns"])), _where(mask, flat(rows["values"]))

@@ -1,7 +1,7 @@
 """Proximal policy optimisation with a learned critic (Schulman et al. 2017), as RLHF uses it.
 
-``m`` gives the models' worker groups by name; every call returns a handle at once, and ``a | b`` joins the columns
-of two handles. What is computed inside a call is named by the config: configs/algorithm/ppo.yaml.
+``m`` gives the models' worker groups by name; every call returns a handle at once, and ``a | b`` joins the
+columns of two handles. What is computed inside a call is named by the config: configs/algorithm/ppo.yaml.
 """
 
 from __future__ import annotations

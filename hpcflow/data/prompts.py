@@ -1,7 +1,7 @@
 """Prompts: from a file to token ids and sample ids, each rank only its own rows.
 
-Prompts are numbered without end: global position p lies in epoch p // size, and is there the p % size -th prompt of
-the epoch's permutation. Ids, order and tokens are functions of (seed, position, draw) alone.
+Prompts are numbered without end: global position p lies in epoch p // size, and is there the p % size -th
+prompt of the epoch's permutation. Ids, order and tokens are functions of (seed, position, draw) alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ JSON_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 class PromptSet:
     """The prompts of a file, or of a reasoning-gym task.
 
-    path: JSON lines (also gzipped), parquet, or ``reasoning_gym:<task>?size=...`` (see `hpcflow.data.verifiers`).
-    A record holds "prompt" (text, or a list of messages) or "messages" (list of {"role", "content"}); its other keys
-    are kept for the reward. chat: apply the tokenizer's chat template; None = if it has one. system: None leaves the
-    template's default system message, any text (also "") replaces it, unless the record brings its own.
-    ValueError names file and line (parquet: row) of whatever cannot be used.
+    path: JSON lines (also gzipped), parquet, or ``reasoning_gym:<task>?size=...`` (see
+    `hpcflow.data.verifiers`). A record holds "prompt" (text, or a list of messages) or "messages" (list of
+    {"role", "content"}); its other keys are kept for the reward. chat: apply the tokenizer's chat template;
+    None = if it has one. system: None leaves the template's default system message, any text (also "")
+    replaces it, unless the record brings its own. ValueError names file and line (parquet: row) of whatever
+    cannot be used.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class PromptSet:
         self.chat = has_template if chat is None else chat
         self.records, self.places = _read(path)
         if len(self.records) == 0:
-            raise ValueError(f"{path} holds no prompts; it needs one record a line, e.g. {{\"prompt\": \"Hello.\"}}")
+            raise ValueError(
+                f'{path} holds no prompts; it needs one record a line, e.g. {{"prompt": "Hello."}}'
+            )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -73,8 +76,8 @@ class PromptSet:
             ids = self._chat_ids(content, index)
         else:
             raise ValueError(
-                f"{self._place(index)}: no usable prompt; a record needs \"prompt\" (text) or \"messages\" "
-                f"(list of {{\"role\", \"content\"}}), this one has the keys {', '.join(record) or '(none)'}"
+                f'{self._place(index)}: no usable prompt; a record needs "prompt" (text) or "messages" '
+                f'(list of {{"role", "content"}}), this one has the keys {", ".join(record) or "(none)"}'
             )
         if not 0 < len(ids) <= self.max_prompt_tokens:
             raise ValueError(
@@ -111,10 +114,12 @@ class PromptSet:
         if not self.chat:
             raise ValueError(
                 f"{self._place(index)}: messages need a chat template; use data.chat=true and a model whose "
-                "tokenizer has one, or records with \"prompt\""
+                'tokenizer has one, or records with "prompt"'
             )
         if messages[-1]["role"] == "assistant":
-            raise ValueError(f"{self._place(index)}: the last message is the assistant's; there is nothing to answer")
+            raise ValueError(
+                f"{self._place(index)}: the last message is the assistant's; there is nothing to answer"
+            )
         if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return list(
@@ -128,7 +133,9 @@ class PromptSet:
         return (
             isinstance(content, list)
             and len(content) > 0
-            and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in content)
+            and all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in content
+            )
         )
 
     def _place(self, index: int) -> str:
@@ -164,7 +171,9 @@ def _read(path: str) -> tuple[Sequence[dict[str, Any]], Sequence[int]]:
         return records, range(len(records))
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"prompt file {path!r} does not exist; it must be JSON lines, parquet or reasoning_gym:<task>")
+        raise ValueError(
+            f"prompt file {path!r} does not exist; it must be JSON lines, parquet or reasoning_gym:<task>"
+        )
     if file.suffix == ".parquet":
         return _read_parquet(file)
     if file.name.endswith(JSON_LINES):
@@ -181,9 +190,13 @@ def _read_json_lines(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{file}:{number}: not JSON ({error}); each line must be one JSON object") from None
+                raise ValueError(
+                    f"{file}:{number}: not JSON ({error}); each line must be one JSON object"
+                ) from None
             if not isinstance(record, dict):
-                raise ValueError(f"{file}:{number}: a {type(record).__name__}; each line must be one JSON object")
+                raise ValueError(
+                    f"{file}:{number}: a {type(record).__name__}; each line must be one JSON object"
+                )
             records.append(record)
             places.append(number)
     return records, places
@@ -201,5 +214,7 @@ def _read_parquet(file: Path) -> tuple[list[dict[str, Any]], range]:
         try:
             json.dumps(record)
         except TypeError as error:
-            raise ValueError(f"{file}:{row}: {error}; columns must be numbers, texts, lists and structures") from None
+            raise ValueError(
+                f"{file}:{row}: {error}; columns must be numbers, texts, lists and structures"
+            ) from None
     return records, range(len(records))

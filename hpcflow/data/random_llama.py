@@ -1,7 +1,7 @@
 """Small Llamas with random weights, and their tokenizers: for tests and for measurements of speed.
 
-A path such as ``random:llama?vocab_size=512&layers=2&seed=3`` names one; `Recipe` lists the parameters. Weights
-depend on the parameters alone, not on the version of torch or transformers.
+A path such as ``random:llama?vocab_size=512&layers=2&seed=3`` names one; `Recipe` lists the parameters.
+Weights depend on the parameters alone, not on the version of torch or transformers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CHAT_TEMPLATE = (
 class Recipe:
     """What a ``random:llama`` path may set.
 
-    vocab: "bytes" = byte-level BPE with a chat template; "words" = the words t4, t5, ... separated by spaces, without
-    one. head: "lm", or "score" for a sequence classifier with one label (a reward model). std: of all matrices;
-    norm weights are uniform in [0.5, 1.5], so that an implementation that forgets one is seen.
-    vLLM on CPUs takes only some head sizes (hidden_size / heads), 32 and 64 among them.
+    vocab: "bytes" = byte-level BPE with a chat template; "words" = the words t4, t5, ... separated by spaces,
+    without one. head: "lm", or "score" for a sequence classifier with one label (a reward model). std: of all
+    matrices; norm weights are uniform in [0.5, 1.5], so that an implementation that forgets one is seen. vLLM
+    on CPUs takes only some head sizes (hidden_size / heads), 32 and 64 among them.
     """
 
     vocab_size: int = 512
@@ -49,15 +49,17 @@ class Recipe:
         for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"random:llama: {name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"random:llama: seed={self.seed} must be in [0, 2**32)")
         if self.hidden_size % (2 * self.heads):
-            raise ValueError(
-                f"random:llama: hidden_size={self.hidden_size} must be a multiple of 2 * heads={2 * self.heads}"
-            )
+            raise ValueError(f"random:llama: hidden_size={self.hidden_size} must be a multiple of 2 * heads")
         if self.heads % self.kv_heads:
             raise ValueError(f"random:llama: kv_heads={self.kv_heads} must divide heads={self.heads}")
         for name, valid in (("vocab", ("bytes", "words")), ("head", ("lm", "score"))):
             if getattr(self, name) not in valid:
-                raise ValueError(f"random:llama: {name}={getattr(self, name)!r}; it must be {' or '.join(valid)}")
+                raise ValueError(
+                    f"random:llama: {name}={getattr(self, name)!r}; it must be {' or '.join(valid)}"
+                )
         least = len(SPECIAL) + (256 if self.vocab == "bytes" else 1)
         if self.vocab_size < least:
             raise ValueError(
@@ -104,7 +106,7 @@ class Recipe:
         weights = {}
         for name, parameter in model.named_parameters():
             # a stream per parameter: a model with more layers has the same first layers
-            stream = torch.Generator().manual_seed((self.seed << 32) + zlib.crc32(name.encode()))
+            stream = torch.Generator().manual_seed(zlib.crc32(name.encode(), self.seed))  # it takes 32 bits
             values = torch.empty(parameter.shape, dtype=torch.float32)
             if parameter.dim() == 1:
                 weights[name] = values.uniform_(0.5, 1.5, generator=stream)

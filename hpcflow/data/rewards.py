@@ -1,7 +1,7 @@
 """Rewards from verifier functions, each call in a process that may fail without harm.
 
-A function that raises, hangs, ends its process or returns no finite number costs its own sample only: that sample is
-marked with the error, the process is replaced if need be, and all others get their rewards.
+A function that raises, hangs, ends its process or returns no finite number costs its own sample only: that
+sample is marked with the error, the process is replaced if need be, and all others get their rewards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -32,7 +32,7 @@ FOREIGN = re.compile(
 
 
 def clean_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Without what belongs to one MPI rank, Slurm step or vLLM engine and would mislead a process of its own."""
+    """Without what belongs to one MPI rank, Slurm step or vLLM engine and would mislead another process."""
     return {name: value for name, value in environment.items() if not FOREIGN.match(name)}
 
 
@@ -43,8 +43,8 @@ class _Server:
         self.owner = os.getpid()
         self.control, theirs = socket.socketpair()
         with theirs:
-            # -P: the script's folder must not shadow modules. The hash seed decides the order of sets, on which a
-            # verifier's result may depend.
+            # -P: the script's folder must not shadow modules. The hash seed decides the order of sets, and
+            # with it perhaps a verifier's result.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", wire.__file__, str(self.owner)],
                 stdin=theirs,
@@ -89,8 +89,8 @@ _server: _Server | None = None
 def prepare() -> None:
     """Start the server of verifier processes, once per process.
 
-    To be called from the main thread before MPI_Init: forking later is unsafe, and the server would inherit what MPI
-    put into the environment. The server ends with this process, however that ends.
+    To be called from the main thread before MPI_Init: forking later is unsafe, and the server would inherit
+    what MPI put into the environment. The server ends with this process, however that ends.
     """
     global _server
     if _server is None or not _server.usable():
@@ -115,7 +115,9 @@ class VerifierPool:
     `hpcflow.data.verifiers`. ValueError when it cannot be imported. Calls `prepare` if nobody has.
     """
 
-    def __init__(self, function: str, *, processes: int, timeout_s: float, args: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, function: str, *, processes: int, timeout_s: float, args: dict[str, Any] | None = None
+    ) -> None:
         assert processes >= 1 and timeout_s > 0
         prepare()
         self.server = _server
@@ -123,7 +125,11 @@ class VerifierPool:
         self.processes = [self._start() for _ in range(processes)]
         self.failed_starts = 0  # in a row
         first = self.processes[0]
-        error = self._start_error(first) if self._wait([first], first.deadline) else f"no start within {START_S:g} s"
+        error = (
+            self._start_error(first)
+            if self._wait([first], first.deadline)
+            else f"no start within {START_S:g} s"
+        )
         if error:
             self.close()
             raise ValueError(f"reward function {function!r} cannot be used: {error}")
@@ -131,8 +137,8 @@ class VerifierPool:
     def score(self, samples: Sequence[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         """Rewards of samples {"prompt": str, "response": str, "record": dict}, in their order.
 
-        (reward float32 [n], ok bool [n], errors): where ok is false the reward is 0 and the error says what happened;
-        elsewhere the error is "". RuntimeError when no verifier process can be started any more.
+        (reward float32 [n], ok bool [n], errors): where ok is false the reward is 0 and the error says what
+        happened; elsewhere the error is "". RuntimeError when no verifier process can be started any more.
         """
         results: dict[int, float | str] = {}
         waiting = deque(range(len(samples)))
@@ -160,10 +166,10 @@ class VerifierPool:
             self.server.end(process.pid, 0.0)
         self.processes = []
 
-    def __enter__(self) -> VerifierPool:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> _Process:
@@ -214,7 +220,7 @@ class VerifierPool:
         self._replace(process, grace=0.0)
 
     def _start_error(self, process: _Process) -> str:
-        """"" and the process is ready, or why it could not start."""
+        """ "" and the process is ready, or why it could not start."""
         try:
             reply = wire.receive(process.connection)
         except (OSError, ValueError):
@@ -239,7 +245,7 @@ class VerifierPool:
 
     @staticmethod
     def _wait(processes: Sequence[_Process], deadline: float) -> list[_Process]:
-        """Those of the processes that have something to say, at the latest at ``deadline`` (monotonic seconds)."""
+        """Those of the processes that have something to say by ``deadline`` (monotonic seconds)."""
         poll = select.poll()
         by_fd = {process.connection.fileno(): process for process in processes}
         for fd in by_fd:

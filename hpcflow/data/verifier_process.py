@@ -1,12 +1,12 @@
 """The other side of `hpcflow.data.rewards.VerifierPool`: a server that forks verifier processes.
 
-Run as a script with a connected Unix socket as standard input. The server imports nothing but the standard library
-and has one thread, so forking it is cheap and safe at any time, also long after its owner has called MPI_Init and
-must not fork. Messages are a length (4 bytes, big endian) and JSON; nothing is unpickled.
+Run as a script with a connected Unix socket as standard input. The server imports nothing but the standard
+library and has one thread, so forking it is cheap and safe at any time, also long after its owner has called
+MPI_Init and must not fork. Messages are a length (4 bytes, big endian) and JSON; nothing is unpickled.
 
-Nothing survives the owner: the server ends when the socket closes (the owner died or was killed) or when the kernel
-tells it of its parent's death, and takes each verifier's process group along; a verifier whose server was killed is
-killed by the kernel.
+Nothing survives the owner: the server ends when the socket closes (the owner died or was killed) or when the
+kernel tells it of its parent's death, and takes each verifier's process group along; a verifier whose server
+was killed is killed by the kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
 
 
 def die_with(parent: int, signal_number: int) -> None:
-    """Have the kernel send this process a signal when its parent (pid) dies; ends now if it is dead already."""
+    """Have the kernel send this process a signal when its parent (pid) dies; ends now if it is dead."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
         os._exit(0)
@@ -62,8 +62,8 @@ def die_with(parent: int, signal_number: int) -> None:
 def serve(control: socket.socket, parent: int) -> None:
     """Answer the owner until the socket closes. Requests:
 
-    {"start": {"function", "args", "path"}} -> {"pid"}, then one byte with a file descriptor: the process's socket;
-    {"end": pid, "grace": seconds} -> {"status": how it ended}, killing its process group after the grace time.
+    {"start": {"function", "args", "path"}} -> {"pid"}, then a byte with the process's socket as descriptor;
+    {"end": pid, "grace": seconds} -> {"status": how it ended}, its group killed after the grace time.
     """
     me, running = os.getpid(), set()
 
@@ -148,7 +148,9 @@ def _verifier(
     send(connection, {"ready": True})
     while (sample := receive(connection)) is not None:
         try:
-            reply = {"reward": as_reward(verify(sample["prompt"], sample["response"], sample["record"], **args))}
+            reply = {
+                "reward": as_reward(verify(sample["prompt"], sample["response"], sample["record"], **args))
+            }
         except BaseException as error:
             reply = {"error": describe(error)}
         if os.getpid() != me:  # the function forked, and this is the copy
@@ -158,7 +160,7 @@ def _verifier(
 
 
 def as_reward(value: Any) -> float:
-    """A finite number that float32 holds, from a Python number or an array scalar; TypeError or ValueError else."""
+    """A finite number that float32 holds, from a Python number or an array scalar; else an error."""
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, numbers.Real):
         raise TypeError(f"the function returned {type(value).__name__} {str(value)[:100]!r}, not a number")

@@ -1,8 +1,8 @@
 """Reward functions that need no model, and the tasks that come with one of them.
 
 A reward function is called as ``f(prompt, response, record, **args) -> float`` in a process of
-`hpcflow.data.rewards.VerifierPool`; an attribute ``prepare`` (called as ``f.prepare(**args)``) is run once when such
-a process starts, outside the time limit of a call. Libraries are imported when first used.
+`hpcflow.data.rewards.VerifierPool`; an attribute ``prepare`` (called as ``f.prepare(**args)``) is run once
+when such a process starts, outside the time limit of a call. Libraries are imported when first used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import difflib
 import functools
 import json
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 SCHEME = "reasoning_gym:"
 DEFAULTS = {"size": 1000, "seed": 0}
@@ -28,8 +28,10 @@ def reasoning_gym(prompt: str, response: str, record: dict[str, Any]) -> float:
     """The task's own score of the response, in [0, 1]; for records made by `ReasoningGymRecords`."""
     source = record.get("reasoning_gym")
     if source is None:
-        raise ValueError('the record has no "reasoning_gym"; prompts must come from data.train=reasoning_gym:<task>')
-    # the entry is made again rather than recorded: JSON turns tuples into lists, and some tasks then score wrongly
+        raise ValueError(
+            'the record has no "reasoning_gym"; prompts must come from data.train=reasoning_gym:<task>'
+        )
+    # the entry is made again, not recorded: JSON turns tuples into lists, which some tasks score wrongly
     dataset = _dataset(source["task"], json.dumps(source["settings"], sort_keys=True))
     return dataset.score_answer(response.strip(), dataset[source["index"]])
 
@@ -52,14 +54,15 @@ reasoning_gym.prepare = _import_reasoning_gym
 class ReasoningGymRecords:
     """The entries of a reasoning-gym task as prompt records, made when asked for.
 
-    path: ``reasoning_gym:<task>?size=1000&seed=1&min_terms=2``, settings as the task's configuration names them.
-    A record holds "prompt", "answer" and "reasoning_gym" (task, index, settings: what the verifier needs).
-    ValueError names an unknown task, an unknown setting or a value that the task refuses.
+    path: ``reasoning_gym:<task>?size=1000&seed=1&min_terms=2``, settings as the task's configuration names
+    them. A record holds "prompt", "answer" and "reasoning_gym" (task, index, settings: what the verifier
+    needs). ValueError names an unknown task, an unknown setting or a value that the task refuses.
     """
 
     def __init__(self, path: str) -> None:
         self.task, _, query = path.removeprefix(SCHEME).partition("?")
-        self.settings = DEFAULTS | {name: _literal(value) for name, value in parse_qsl(query)}
+        given = (setting.partition("=") for setting in query.split("&") if setting)
+        self.settings = DEFAULTS | {name: _literal(unquote(value)) for name, _, value in given}
         try:
             self.dataset = _dataset(self.task, json.dumps(self.settings, sort_keys=True))
         except AssertionError as error:  # how the tasks' configurations refuse values

@@ -1,4 +1,4 @@
-"""Advantage estimators against verl, OpenRLHF and TRL, and their independence of how rows are spread over ranks."""
+"""Advantage estimators against verl, OpenRLHF and TRL; the same however rows are spread over ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def spread(estimator, ids: torch.Tensor, rows: Columns, cuts: list[int], **param
 
 def equal_bits(a: Columns, b: Columns) -> bool:
     return a.keys() == b.keys() and all(
-        torch.equal(a[name].lengths, b[name].lengths) and torch.equal(a[name].values, b[name].values) for name in a
+        torch.equal(a[name].lengths, b[name].lengths) and torch.equal(a[name].values, b[name].values)
+        for name in a
     )
 
 
@@ -76,7 +77,9 @@ def per_token_rewards(mask: str) -> Columns:
 @pytest.mark.parametrize("mask", ["mask_right", "mask_holes"])
 def test_gae_of_verl(mask):
     expected = oracles.output("verl", f"gae/{mask}")
-    result = gae(oracles.ids("group_equal"), per_token_rewards(mask), alone, gamma=GAMMA, lam=LAM, kl_coef=1.0)
+    result = gae(
+        oracles.ids("group_equal"), per_token_rewards(mask), alone, gamma=GAMMA, lam=LAM, kl_coef=1.0
+    )
     assert_close(result["advantages"], expected["advantages_whitened"], mask)
     assert_close(result["returns"], expected["returns"], mask)
 
@@ -147,14 +150,14 @@ def simple_rows(
 
 @st.composite
 def batches(draw):
-    """(ids, rows): some prompts with some draws, ragged and empty responses, holes, failed rewards, any scale."""
+    """(ids, rows): prompts with some draws, ragged and empty responses, holes, failed rewards, any scale."""
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     draws = draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     n = torch.tensor(lengths, dtype=torch.int64)
     tokens = int(n.sum())
     scale = draw(st.sampled_from([1e-6, 1.0, 1e6]))
-    random = lambda: Ragged(torch.randn(tokens, generator=generator), n)  # noqa: E731
+    random = lambda: Ragged(torch.randn(tokens, generator=generator), n)
     rows = {name: random() for name in ("values", "old_log_probs", "ref_log_probs")}
     rows["loss_mask"] = Ragged(torch.rand(tokens, generator=generator) < draw(st.sampled_from([0.5, 1.0])), n)
     rows["reward"] = torch.randn(len(n), generator=generator) * scale
@@ -189,7 +192,9 @@ def test_gae_is_the_recursion(batch):
     result = gae(ids, rows, alone, gamma=0.97, lam=0.9, kl_coef=0.1, whiten=False)
     for i, keep in enumerate(map(np.array, rows["loss_mask"].tolist())):
         kept = np.flatnonzero(keep) if bool(rows["reward_ok"][i]) else np.array([], dtype=int)
-        value, old, reference = (np.array(rows[c].tolist()[i]) for c in ("values", "old_log_probs", "ref_log_probs"))
+        value, old, reference = (
+            np.array(rows[c].tolist()[i]) for c in ("values", "old_log_probs", "ref_log_probs")
+        )
         wanted = np.zeros(len(keep))
         for a, t in enumerate(kept):
             for k, s in enumerate(kept[a:]):
@@ -263,7 +268,7 @@ def test_all_rewards_failed():
     value=st.floats(-1e4, 1e4, width=32),
     noise=st.lists(st.integers(-4, 4), min_size=1, max_size=8),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_group_of_equal_rewards_gives_exactly_zero(value, noise):
     """Also when the rewards differ by some units in the last place of float32."""
     rewards = [np.float32(value)] * len(noise)
@@ -321,4 +326,6 @@ def test_rank_count_does_not_change_sums_that_round(monkeypatch):
     whole = gae(ids, rows, alone)
     for cuts in ([1], [2], [1, 2, 3]):
         assert equal_bits(spread(gae, ids, rows, cuts), whole)
-    assert advantages._total(rows["reward"].double()[:, None], torch.ones(4, 1, dtype=torch.bool), alone) == 2.0
+    assert (
+        advantages._total(rows["reward"].double()[:, None], torch.ones(4, 1, dtype=torch.bool), alone) == 2.0
+    )

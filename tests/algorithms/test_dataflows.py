@@ -17,7 +17,7 @@ WRITES = {
 
 
 class Recorder:
-    """Stands for all models: every attribute is a model, every method call is recorded with the columns it got."""
+    """Stands for all models: every attribute is a model, every method call is recorded with its columns."""
 
     def __init__(self, calls: list, model: str = "") -> None:
         self.calls, self.model = calls, model

@@ -116,7 +116,9 @@ def test_a_process_killed_between_calls_costs_nothing():
     with VerifierPool(ACT, processes=1, timeout_s=60) as pool:
         pool.score(samples("number 1"))
         os.kill(pool.processes[0].pid, signal.SIGKILL)
-        assert pool._wait(pool.processes, time.monotonic() + 30) == pool.processes  # the end of its stream is there
+        assert (
+            pool._wait(pool.processes, time.monotonic() + 30) == pool.processes
+        )  # the end of its stream is there
         reward, ok, errors = pool.score(samples("number 2"))
         assert ok.all() and reward.tolist() == [2], errors
 
@@ -154,11 +156,20 @@ def test_a_function_that_cannot_be_used_is_refused_at_once(function, message):
 
 def test_environment_is_sanitised():
     foreign = [
-        "PMI_RANK", "PMI_FD", "PMIX_RANK", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_RANK", "HYDI_CONTROL_FD", "FI_PROVIDER",
-        "MPIR_CVAR_CH3", "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD", "SLURM_PROCID", "SLURM_STEP_ID", "RANK",
-        "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "HPCFLOW_FORKSERVER",
+        "PMI_RANK", "PMI_FD", "PMIX_RANK", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_RANK", "HYDI_CONTROL_FD",
+        "FI_PROVIDER", "MPIR_CVAR_CH3", "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD", "SLURM_PROCID",
+        "SLURM_STEP_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "HPCFLOW_FORKSERVER",
     ]  # fmt: skip
-    kept = ["PATH", "HOME", "SLURM_JOB_ID", "OMP_NUM_THREADS", "HPCFLOW_CACHE", "FINANCE", "RANKING", "MY_PMI_RANK"]
+    kept = [
+        "PATH",
+        "HOME",
+        "SLURM_JOB_ID",
+        "OMP_NUM_THREADS",
+        "HPCFLOW_CACHE",
+        "FINANCE",
+        "RANKING",
+        "MY_PMI_RANK",
+    ]
     assert list(clean_environment(dict.fromkeys(foreign + kept, "1"))) == kept
 
 
@@ -174,7 +185,9 @@ kept = {{"prompt": "", "response": "environment KEPT", "record": {{}}}}
 print(pool.score([sample, kept])[0].tolist())
 """
     environment = os.environ | {"PMI_RANK": "0", "VLLM_X": "1", "KEPT": "1"}
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert result.stdout.splitlines() == ["[0.0, 1.0]"], result.stderr
 
 
