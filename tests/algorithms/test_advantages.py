@@ -329,3 +329,14 @@ def test_rank_count_does_not_change_sums_that_round(monkeypatch):
     assert (
         advantages._total(rows["reward"].double()[:, None], torch.ones(4, 1, dtype=torch.bool), alone) == 2.0
     )
+
+
+@pytest.mark.parametrize("estimator", [gae, grpo])
+def test_the_declared_columns_suffice(estimator):
+    """Only declared columns move to the rank that computes: reading another one would fail in a run."""
+    rows, ids = oracles.rows("mask_right"), oracles.ids("group_equal")
+    wanted = estimator.needs
+    least = estimator(ids, {name: rows[name] for name in wanted.always}, alone)
+    assert set(least) == {"advantages", "returns", "loss_mask"}
+    most = estimator(ids, {name: rows[name] for name in wanted.always + wanted.optional}, alone)
+    assert set(most) == set(least) | {"kl"} and equal_bits({name: most[name] for name in least}, least)

@@ -205,3 +205,15 @@ def test_no_rows():
     for loss in (ppo_clip, clipped_value):
         per_token, metrics = loss(torch.empty(0, requires_grad=True), rows)
         assert per_token.shape == (0,) and all(metric.shape == (0,) for metric in metrics.values())
+
+
+@pytest.mark.parametrize(("loss", "params"), [(ppo_clip, {"kl_coef": 0.1}), (clipped_value, {})])
+def test_the_declared_columns_suffice(loss, params):
+    """Only declared columns move to the rank that trains: reading another one would fail in a run."""
+    rows = oracles.rows("mask_right")
+    predictions = oracles.ragged(oracles.tensor("logprobs"), "mask_right").values
+    loss(predictions, {name: rows[name] for name in loss.needs.always})
+    declared = {name: rows[name] for name in loss.needs.always + loss.needs.optional}
+    torch.testing.assert_close(
+        loss(predictions, declared, **params)[0], loss(predictions, rows, **params)[0], rtol=0, atol=0
+    )
