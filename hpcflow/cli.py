@@ -47,6 +47,9 @@ def train(args: argparse.Namespace) -> int:
         return 0
     from hpcflow import run_folder
 
+    if args.resume and run_folder.iterations_done(Path(args.resume)) >= config.iterations:
+        print(f"{args.resume}: all {config.iterations} iterations are done; to go on, add iterations=<more>")
+        return 0
     run = Path(args.resume).absolute() if args.resume else run_folder.create(config)
     with run_folder.locked(run):
         if args.resume:

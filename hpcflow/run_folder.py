@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -78,6 +79,13 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
     }
     with (run / "launches.jsonl").open("a") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def iterations_done(run: Path) -> int:
+    """Iterations up to the last complete checkpoint, by the names of the folders (`hpcflow.store.checkpoint`)."""
+    names = [path.parent.name for path in run.glob("checkpoints/iteration_*/complete.json")]
+    found = [re.fullmatch(r"iteration_(\d+)(\.\d+)?", name) for name in names]
+    return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
 @contextlib.contextmanager

@@ -197,6 +197,15 @@ def test_resume_refuses_another_training(run, launches, capsys, overrides, says)
     assert not launches and (run / "config.yaml").read_text() == before
 
 
+def test_a_finished_run_is_not_launched_again(run, launches, capsys):
+    for name in ("iteration_2", "iteration_1", "iteration_9.tmp"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "complete.json").write_text("{}")
+    assert cli.main(["train", "--resume", str(run)]) == 0 and not launches
+    assert "all 3 iterations are done" in capsys.readouterr().out
+    assert cli.main(["train", "--resume", str(run), "iterations=4"]) == 0 and len(launches) == 1
+
+
 def test_resume_names_the_runs_that_are_there(run, capsys):
     assert cli.main(["train", "--resume", str(run) + "x"]) == 2
     assert run.name in capsys.readouterr().err
