@@ -82,7 +82,7 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
 
 
 def iterations_done(run: Path) -> int:
-    """Iterations up to the last complete checkpoint, by the names of the folders (`hpcflow.store.checkpoint`)."""
+    """Iterations up to the last complete checkpoint, by the folders' names (`hpcflow.store.checkpoint`)."""
     names = [path.parent.name for path in run.glob("checkpoints/iteration_*/complete.json")]
     found = [re.fullmatch(r"iteration_(\d+)(\.\d+)?", name) for name in names]
     return max((int(match[1]) + 1 for match in found if match), default=0)
