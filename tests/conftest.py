@@ -21,7 +21,9 @@ def fork_servers() -> Iterator[None]:
 
 @pytest.fixture
 def fork_server(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Socket of the fork server, also in HPCFLOW_FORKSERVER: ranks of ``hpcflow train`` and ``launch`` start from it too."""
+    """Socket of the fork server, also in HPCFLOW_FORKSERVER: ranks of ``hpcflow train`` and ``launch`` start
+    from it too.
+    """
     socket = worlds.server().socket
     monkeypatch.setenv("HPCFLOW_FORKSERVER", socket)
     return socket

@@ -2,10 +2,11 @@
 
     python -m tests.forkserver SOCKET [module ...]
 
-Importing torch costs 1.5 s a rank and vLLM some ten; a fork of a process that has them costs 20 ms. hpcflow/mpi/guard.py holds
-the other end: one connection a rank, carrying the command (``[python, "-m", module, argument ...]``), environment, directory,
-the standard streams and PMI's descriptor. The server answers with the pid and, when the process ends, with its wait status,
-4 bytes each. A rank whose guard hangs up is killed; all die with the server, and the server with its parent.
+Importing torch costs 1.5 s a rank and vLLM some ten; a fork of a process that has them costs 20 ms.
+hpcflow/mpi/guard.py holds the other end: one connection a rank, carrying the command (``[python, "-m",
+module, argument ...]``), environment, directory, the standard streams and PMI's descriptor. The server
+answers with the pid and, when the process ends, with its wait status, 4 bytes each. A rank whose guard hangs
+up is killed; all die with the server, and the server with its parent.
 
 hpcflow itself is never imported here: every rank imports the code as it is on disk.
 """
@@ -40,7 +41,7 @@ def serve(path: str) -> Callable[[], None]:
     poll = selectors.DefaultSelector()
     poll.register(listener, selectors.EVENT_READ)
     poll.register(wake, selectors.EVENT_READ)
-    ranks: dict[int, socket.socket] = {}                 # pid -> its guard's connection
+    ranks: dict[int, socket.socket] = {}  # pid -> its guard's connection
     print("ready", flush=True)
     while True:
         for key, _ in poll.select():
@@ -65,7 +66,7 @@ def serve(path: str) -> Callable[[], None]:
             elif key.fileobj == wake:
                 os.read(wake, 4096)
                 reap(ranks, poll)
-            elif key.data in ranks:                      # a guard has nothing more to say: it hung up
+            elif key.data in ranks:  # a guard has nothing more to say: it hung up
                 kill(key.data)
                 poll.unregister(key.fileobj)
 
@@ -94,7 +95,7 @@ def reap(ranks: dict[int, socket.socket], poll: selectors.BaseSelector) -> None:
             connection.sendall(status.to_bytes(4, "little"))
             poll.unregister(connection)
         except (OSError, KeyError):
-            pass                                         # its guard is gone
+            pass  # its guard is gone
         connection.close()
 
 
@@ -128,13 +129,16 @@ def become(request: dict, fds: list[int]) -> Callable[[], None]:
 
 
 def run(module: str) -> None:
-    """Run ``module`` as the main program; end as the interpreter would, without the second that freeing torch takes.
+    """Run ``module`` as the main program; end as the interpreter would, without the second that freeing torch
+    takes.
 
-    C's exit handlers run down to torch's: MPICH tells its process manager there that MPI was finalised, and a rank that
-    skips that (``os._exit``) counts as crashed.
+    C's exit handlers run down to torch's: MPICH tells its process manager there that MPI was finalised, and a
+    rank that skips that (``os._exit``) counts as crashed.
     """
     libc = ctypes.PyDLL(None)
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)    # MPICH's handler comes later, so it runs before
+    libc.on_exit(
+        ctypes.cast(libc._exit, ctypes.c_void_p), None
+    )  # MPICH's handler comes later, so it runs before
     status = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -145,7 +149,7 @@ def run(module: str) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    threading._shutdown()                                # waits for the threads that are not daemons
+    threading._shutdown()  # waits for the threads that are not daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -156,12 +160,13 @@ def main() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     path, *modules = sys.argv[1:]
     import mpi4py
+
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     for module in modules:
         importlib.import_module(module)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"importing {modules} started threads; a fork would lose them"
-    gc.freeze()                                          # a rank's collections leave the shared pages alone
+    gc.freeze()  # a rank's collections leave the shared pages alone
     serve(path)()
 
 

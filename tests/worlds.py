@@ -1,8 +1,8 @@
 """Real MPI worlds for tests: ``run_world(5, "tests.mpi.programs:ring", {"turns": 3})``.
 
-Every rank runs under mpiexec and hpcflow's guards exactly as in production, forked from the session's fork server
-(tests/forkserver.py), and calls the named function. The function initialises MPI by itself (``mpi4py.rc.initialize`` is
-False); what it returns, as JSON, is the rank's entry of ``Result.returned``.
+Every rank runs under mpiexec and hpcflow's guards exactly as in production, forked from the session's fork
+server (tests/forkserver.py), and calls the named function. The function initialises MPI by itself
+(``mpi4py.rc.initialize`` is False); what it returns, as JSON, is the rank's entry of ``Result.returned``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from hpcflow.mpi.guard import rank
 from hpcflow.mpi.launch import Exit, rank_environment, read_exits, start
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVERS: dict[str, "ForkServer"] = {}                    # what is imported -> the session's server
+SERVERS: dict[str, ForkServer] = {}  # what is imported -> the session's server
 BASE = ("mpi4py.MPI", "numpy", "torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama")
-NO_SHARED_MEMORY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}     # ranks of one host talk by TCP
+NO_SHARED_MEMORY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}  # ranks of one host talk by TCP
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a world ended. ``returned[rank]`` is None for a rank that did not return; ``exits`` holds rank guards' records."""
+    """How a world ended. ``returned[rank]`` is None for a rank that did not return; ``exits`` holds rank
+    guards' records.
+    """
 
     rc: int
     stdout: str
@@ -38,11 +40,13 @@ class Result:
     exits: list[Exit]
     returned: list[Any]
 
-    def check(self) -> "Result":
+    def check(self) -> Result:
         """Itself; AssertionError with all output unless every rank ended well."""
         if self.rc:
-            raise AssertionError(f"the world ended with {self.rc}: {', '.join(map(str, self.exits))}\n"
-                                 f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}")
+            raise AssertionError(
+                f"the world ended with {self.rc}: {', '.join(map(str, self.exits))}\n"
+                f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+            )
         return self
 
 
@@ -52,9 +56,16 @@ class ForkServer:
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="hpcflow-fork-")
         self.socket = f"{self.folder.name}/socket"
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.forkserver", self.socket, *modules], cwd=ROOT,
-                                        env=rank_environment(1, {}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        assert self.process.stdout and self.process.stdout.readline() == b"ready\n", "the fork server did not start"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forkserver", self.socket, *modules],
+            cwd=ROOT,
+            env=rank_environment(1, {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout and self.process.stdout.readline() == b"ready\n", (
+            "the fork server did not start"
+        )
 
     def stop(self) -> None:
         self.process.kill()
@@ -75,22 +86,46 @@ def stop_servers() -> None:
         SERVERS.popitem()[1].stop()
 
 
-def run_world(n: int, function: str, args: dict | None = None, *, env: dict[str, str] | None = None, timeout: float = 60,
-              threads: int = 1, grace_s: float = 2, vllm: bool = False, forked: bool = True) -> Result:
-    """Run ``function`` ("package.module:name") with ``args`` on ``n`` MPI ranks and wait for the end of the world.
+def run_world(
+    n: int,
+    function: str,
+    args: dict | None = None,
+    *,
+    env: dict[str, str] | None = None,
+    timeout: float = 60,
+    threads: int = 1,
+    grace_s: float = 2,
+    vllm: bool = False,
+    forked: bool = True,
+) -> Result:
+    """Run ``function`` ("package.module:name") with ``args`` on ``n`` MPI ranks and wait for the end of the
+    world.
 
-    ``env`` is added to every rank's environment. After a rank ended badly the others have ``grace_s`` seconds to end too.
-    ``vllm``: fork from a server that has imported vLLM; ``forked=False``: start a fresh interpreter per rank instead.
-    TimeoutError, with all output and every rank's stack, when it takes longer than ``timeout`` seconds; nothing survives.
+    ``env`` is added to every rank's environment. After a rank ended badly the others have ``grace_s`` seconds
+    to end too. ``vllm``: fork from a server that has imported vLLM; ``forked=False``: start a fresh
+    interpreter per rank instead. TimeoutError, with all output and every rank's stack, when it takes longer
+    than ``timeout`` seconds; nothing survives.
     """
     with tempfile.TemporaryDirectory(prefix="hpcflow-world-") as name:
         folder = Path(name)
-        (folder / "call.json").write_text(json.dumps({"function": function, "args": args or {}, "timeout": timeout}))
+        (folder / "call.json").write_text(
+            json.dumps({"function": function, "args": args or {}, "timeout": timeout})
+        )
         socket = server(vllm).socket if forked else ""
-        environment = rank_environment(threads, {"HPCFLOW_FORKSERVER": socket, "PYTHONPATH": str(ROOT), **(env or {})})
+        environment = rank_environment(
+            threads, {"HPCFLOW_FORKSERVER": socket, "PYTHONPATH": str(ROOT), **(env or {})}
+        )
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            world = start([sys.executable, "-m", "tests.worlds", name], n, exits=folder / "exits.jsonl", stdout=out,
-                          stderr=err, launcher="mpiexec", environment=environment, grace_s=grace_s)
+            world = start(
+                [sys.executable, "-m", "tests.worlds", name],
+                n,
+                exits=folder / "exits.jsonl",
+                stdout=out,
+                stderr=err,
+                launcher="mpiexec",
+                environment=environment,
+                grace_s=grace_s,
+            )
             try:
                 rc = world.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -101,10 +136,14 @@ def run_world(n: int, function: str, args: dict | None = None, *, env: dict[str,
                     world.wait()
         stdout, stderr = ((folder / each).read_text(errors="replace") for each in ("out", "err"))
         if rc is None:
-            raise TimeoutError(f"{function} on {n} ranks took over {timeout} s\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+            raise TimeoutError(
+                f"{function} on {n} ranks took over {timeout} s\n--- stdout\n{stdout}\n--- stderr\n{stderr}"
+            )
         results = [folder / f"returned_{r}.json" for r in range(n)]
         returned = [json.loads(each.read_text()) if each.exists() else None for each in results]
-        return Result(rc if rc >= 0 else 128 - rc, stdout, stderr, read_exits(folder / "exits.jsonl"), returned)
+        return Result(
+            rc if rc >= 0 else 128 - rc, stdout, stderr, read_exits(folder / "exits.jsonl"), returned
+        )
 
 
 def main() -> None:
@@ -114,6 +153,7 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(0.9 * call["timeout"], exit=False)
     import mpi4py
+
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     value = resolve(call["function"])(**call["args"])
     part = folder / f"returned_{rank()}.part"

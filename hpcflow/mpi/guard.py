@@ -5,17 +5,21 @@
 
 Standard library only and no hpcflow import: one runs beside every rank. A guard
 
-- is the *subreaper* of its descendants: whatever the child leaves behind becomes the guard's own child and is killed;
-- ends when its parent dies (``PR_SET_PDEATHSIG``) or at SIGHUP, killing its descendants; its child dies with the guard;
-- forwards SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. Hydra's mpiexec dies of SIGUSR2 but passes SIGUSR1 on, so the outer guard
-  sends SIGUSR1 for both and the rank's guard turns SIGUSR1 into SIGUSR2: a rank only ever sees SIGUSR2;
-- appends one JSON line ``{rank, pid, exit, signal, time, host}`` to FILE *before* it ends in the same way as its child
-  (``exit`` is null when ``signal`` is not). After a bad end it waits up to S seconds: the process manager kills every rank as
-  soon as one ends badly, and the controller should have the time to name the one that did. It ends with the last rank.
+- is the *subreaper* of its descendants: whatever the child leaves behind becomes the guard's own child and is
+  killed;
+- ends when its parent dies (``PR_SET_PDEATHSIG``) or at SIGHUP, killing its descendants; its child dies with
+  the guard;
+- forwards SIGTERM, SIGINT, SIGUSR1 and SIGUSR2. Hydra's mpiexec dies of SIGUSR2 but passes SIGUSR1 on, so the
+  outer guard sends SIGUSR1 for both and the rank's guard turns SIGUSR1 into SIGUSR2: a rank only ever sees
+  SIGUSR2;
+- appends one JSON line ``{rank, pid, exit, signal, time, host}`` to FILE *before* it ends in the same way as
+  its child (``exit`` is null when ``signal`` is not). After a bad end it waits up to S seconds: the process
+  manager kills every rank as soon as one ends badly, and the controller should have the time to name the one
+  that did. It ends with the last rank.
 
-With ``HPCFLOW_FORKSERVER=SOCKET`` in the environment a rank is not started but forked by the server listening there, from
-a process in which torch is already imported (tests/forkserver.py holds the other end): same arguments, environment,
-directory, standard streams and PMI descriptor.
+With ``HPCFLOW_FORKSERVER=SOCKET`` in the environment a rank is not started but forked by the server listening
+there, from a process in which torch is already imported (tests/forkserver.py holds the other end): same
+arguments, environment, directory, standard streams and PMI descriptor.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ def prctl(option: int, value: int) -> None:
 
 
 class ForkedRank:
-    """The rank as a process forked by a fork server; the server waits for it and reports its end over the socket."""
+    """The rank as a process forked by a fork server; the server waits for it and reports its end over the
+    socket.
+    """
 
     def __init__(self, path: str, command: list[str]) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -63,7 +69,9 @@ class ForkedRank:
 
 
 class Guard:
-    """Runs one command; see the module's docstring. ``run()`` does not return: it ends as the command ended."""
+    """Runs one command; see the module's docstring. ``run()`` does not return: it ends as the command
+    ended.
+    """
 
     def __init__(self, command: list[str], *, parent: int | None, exits: str | None, grace: float) -> None:
         self.command, self.exits, self.grace = command, exits, grace
@@ -78,9 +86,9 @@ class Guard:
         wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_writer)
         for number in (*FORWARDED, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)       # the wake-up pipe carries the number
+            signal.signal(number, lambda *_: None)  # the wake-up pipe carries the number
         prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
-        if os.getppid() != self.parent:                  # it died before prctl
+        if os.getppid() != self.parent:  # it died before prctl
             sys.exit(1)
         server = os.environ.get("HPCFLOW_FORKSERVER")
         if self.exits and server:
@@ -100,7 +108,9 @@ class Guard:
 
     def _start(self) -> None:
         numbers = {*FORWARDED, signal.SIGHUP}
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)    # one that arrives meanwhile is kept for the child's exec
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, numbers
+        )  # one that arrives meanwhile is kept for the child's exec
         own = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
@@ -123,8 +133,8 @@ class Guard:
     def _wait(self, sources: list) -> None:
         ready, _, _ = select.select(sources, [], [], None if self.exits else ORPHANS_EVERY_S)
         if not ready:
-            # Around a launcher: a process adopted meanwhile was left by a rank whose guard was killed. It holds the
-            # launcher's output pipe, and the launcher waits for the end of that.
+            # Around a launcher: a process adopted meanwhile was left by a rank whose guard was killed. It
+            # holds the launcher's output pipe, and the launcher waits for the end of that.
             for orphan in set(children(os.getpid())) - {self.pid}:
                 self._kill(orphan, signal.SIGKILL)
             return
@@ -148,7 +158,7 @@ class Guard:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            pass                                         # it has just ended; its SIGCHLD is on the way
+            pass  # it has just ended; its SIGCHLD is on the way
 
     def _reap(self) -> bool:
         """Collect every ended child. False when no child is left."""
@@ -164,10 +174,16 @@ class Guard:
 
     def _record(self) -> None:
         exit_status, by_signal = self.ended or (None, None)
-        line = {"rank": rank(), "pid": self.pid, "exit": exit_status, "signal": by_signal, "time": time.time(),
-                "host": socket.gethostname()}
+        line = {
+            "rank": rank(),
+            "pid": self.pid,
+            "exit": exit_status,
+            "signal": by_signal,
+            "time": time.time(),
+            "host": socket.gethostname(),
+        }
         file = os.open(self.exits or "", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.write(file, (json.dumps(line) + "\n").encode())      # one write: lines of different ranks never mix
+        os.write(file, (json.dumps(line) + "\n").encode())  # one write: lines of different ranks never mix
         os.close(file)
 
     def _kill_descendants(self) -> None:
@@ -177,22 +193,28 @@ class Guard:
                 self._kill(pid, signal.SIGKILL)
             if time.monotonic() > end:
                 left = ", ".join(map(str, children(os.getpid())))
-                print(f"processes {left} do not die (uninterruptible?); giving up on them", file=sys.stderr, flush=True)
+                print(
+                    f"processes {left} do not die (uninterruptible?); giving up on them",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return
             time.sleep(0.005)
 
     def _give_grace(self, wake: int) -> None:
         try:
-            os.read(wake, 4096)                          # the SIGCHLDs so far
+            os.read(wake, 4096)  # the SIGCHLDs so far
         except BlockingIOError:
             pass
         end = time.monotonic() + self.grace
         while time.monotonic() < end and not self._all_ended():
             if select.select([wake], [], [], 0.05)[0]:
-                return                                   # a signal means: end now
+                return  # a signal means: end now
 
     def _all_ended(self) -> bool:
-        """Whether every rank of this launch has its line in the file, so that nobody needs the rest of the grace."""
+        """Whether every rank of this launch has its line in the file, so that nobody needs the rest of the
+        grace.
+        """
         with open(self.exits or "", "rb") as file:
             file.seek(self.offset)
             return file.read().count(b"\n") >= int(os.environ.get("PMI_SIZE", sys.maxsize))
@@ -200,7 +222,7 @@ class Guard:
     def _end_like_child(self) -> None:
         exit_status, by_signal = self.ended or (1, None)
         if by_signal is not None:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))    # the child has dumped one already, if it should
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has dumped one already, if it should
             signal.set_wakeup_fd(-1)
             if by_signal != signal.SIGKILL:
                 signal.signal(by_signal, signal.SIG_DFL)
@@ -216,7 +238,9 @@ def decode(status: int) -> tuple[int | None, int | None]:
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the direct children of ``parent``: by one file of /proc, or by all of it where a kernel lacks that."""
+    """Process ids of the direct children of ``parent``: by one file of /proc, or by all of it where a kernel
+    lacks that.
+    """
     try:
         with open(f"/proc/{parent}/task/{parent}/children") as file:
             return [int(pid) for pid in file.read().split()]
@@ -229,7 +253,7 @@ def children(parent: int) -> list[int]:
                     if int(file.read().rsplit(")", 1)[1].split()[1]) == parent:
                         found.append(int(name))
             except (OSError, IndexError):
-                continue                                 # ended while we looked
+                continue  # ended while we looked
     return found
 
 
@@ -243,9 +267,11 @@ def rank() -> int | None:
 
 def main(argv: list[str]) -> None:
     split = argv.index("--")
-    options = dict(zip(argv[:split:2], argv[1:split:2]))
+    options = dict(zip(argv[:split:2], argv[1:split:2], strict=True))
     parent = int(options["--parent"]) if "--parent" in options else None
-    Guard(argv[split + 1:], parent=parent, exits=options.get("--exits"), grace=float(options.get("--grace", 0))).run()
+    Guard(
+        argv[split + 1 :], parent=parent, exits=options.get("--exits"), grace=float(options.get("--grace", 0))
+    ).run()
 
 
 if __name__ == "__main__":

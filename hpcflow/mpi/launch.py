@@ -2,9 +2,10 @@
 
     the caller -> guard -> mpiexec or srun -> one guard per rank -> the rank (hpcflow.rank)
 
-The guards (hpcflow/mpi/guard.py) make three promises true whatever happens in between: no process survives the launch, not
-even when a launcher is killed with SIGKILL; every rank's exit is in ``RUN/exits.jsonl`` even when the process manager
-killed the controller before it could name the rank that died; and signals reach the ranks.
+The guards (hpcflow/mpi/guard.py) make three promises true whatever happens in between: no process survives
+the launch, not even when a launcher is killed with SIGKILL; every rank's exit is in ``RUN/exits.jsonl`` even
+when the process manager killed the controller before it could name the rank that died; and signals reach the
+ranks.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ LAUNCHERS = ("auto", "mpiexec", "srun")
 
 # Per rank, set before anything is imported there.
 RANK_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",               # spinning OpenMP threads of several ranks starve each other on shared cores
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning OpenMP threads starve the other ranks of shared cores
     "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",                      # compute nodes have no network; models are local folders
-    "TORCH_COMPILE_DISABLE": "1",               # vLLM's eager mode still compiles one log-prob helper: 18 s at first use on a CPU
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",      # the engine lives in the rank, where its weights can be replaced
+    "HF_HUB_OFFLINE": "1",  # compute nodes have no network; models are local folders
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM's eager mode would still compile a helper: 18 s at first use
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank, where its weights can be replaced
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "PYTHONFAULTHANDLER": "1",                  # a rank that segfaults leaves its Python stack in the log
+    "PYTHONFAULTHANDLER": "1",  # a rank that segfaults leaves its Python stack in the log
     "PYTHONUNBUFFERED": "1",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """How one rank ended: ``exit`` status, or the ``signal`` that killed it (the other is None). ``time`` in unix seconds."""
+    """How one rank ended: ``exit`` status, or the ``signal`` that killed it (the other is None). ``time`` in
+    unix seconds.
+    """
 
     rank: int
     pid: int
@@ -60,7 +63,11 @@ class Exit:
         return self.exit if self.exit is not None else 128 + (self.signal or 0)
 
     def __str__(self) -> str:
-        how = f"exited with status {self.exit}" if self.signal is None else f"was killed by {signal_name(self.signal)}"
+        how = (
+            f"exited with status {self.exit}"
+            if self.signal is None
+            else f"was killed by {signal_name(self.signal)}"
+        )
         return f"rank {self.rank} (pid {self.pid} on {self.host}) {how}"
 
 
@@ -73,7 +80,9 @@ def signal_name(number: int) -> str:
 
 
 def read_exits(path: Path, offset: int = 0) -> list[Exit]:
-    """The exits recorded in ``path`` from byte ``offset`` on, in order of time. Empty when there is no such file."""
+    """The exits recorded in ``path`` from byte ``offset`` on, in order of time. Empty when there is no such
+    file.
+    """
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -84,24 +93,31 @@ def read_exits(path: Path, offset: int = 0) -> list[Exit]:
 
 def rank_environment(threads_per_rank: int, env: Mapping[str, str]) -> dict[str, str]:
     """The environment of every rank: the caller's, then RANK_ENVIRONMENT and thread counts, then ``env``."""
-    threads = {name: str(threads_per_rank) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    threads = {
+        name: str(threads_per_rank) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    }
     return {**os.environ, **RANK_ENVIRONMENT, **threads, **env}
 
 
 def mpiexec_path() -> str:
-    """The mpiexec beside this interpreter (wheel ``mpich``). ValueError when there is none there nor on PATH."""
+    """The mpiexec beside this interpreter (wheel ``mpich``). ValueError when there is none there nor on
+    PATH.
+    """
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
     if path is None:
-        raise ValueError(f"there is no mpiexec beside {sys.executable} nor on PATH; `pip install mpich` brings one, "
-                         "inside a Slurm allocation cluster.launcher=srun needs none")
+        raise ValueError(
+            f"there is no mpiexec beside {sys.executable} nor on PATH; `pip install mpich` brings one, "
+            "inside a Slurm allocation cluster.launcher=srun needs none"
+        )
     return path
 
 
 def launcher_command(launcher: str, world_size: int) -> list[str]:
     """The first words of the command line that starts ``world_size`` ranks on the machines at hand.
 
-    ``auto`` takes srun inside a Slurm allocation that is not already a job step, else mpiexec. ValueError for another name.
+    ``auto`` takes srun inside a Slurm allocation that is not already a job step, else mpiexec. ValueError for
+    another name.
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"cluster.launcher={launcher!r} is not one of {', '.join(LAUNCHERS)}")
@@ -109,47 +125,87 @@ def launcher_command(launcher: str, world_size: int) -> list[str]:
         in_allocation = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
         launcher = "srun" if in_allocation and shutil.which("srun") else "mpiexec"
     if launcher == "srun":
-        # --overcommit: a world has two ranks that hardly compute (controller, recorder) and need no core of their own.
-        return ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=60", "--overcommit", f"--ntasks={world_size}"]
+        # --overcommit: controller and recorder hardly compute and need no core of their own.
+        return [
+            "srun",
+            "--mpi=pmi2",
+            "--kill-on-bad-exit=1",
+            "--wait=60",
+            "--overcommit",
+            f"--ntasks={world_size}",
+        ]
     # Hydra would otherwise look for a batch system by itself and start ranks through it.
     return [mpiexec_path(), "-rmk", "user", "-launcher", "fork", "-bind-to", "none", "-n", str(world_size)]
 
 
-def start(command: list[str], world_size: int, *, exits: Path, launcher: str = "auto", environment: Mapping[str, str],
-          grace_s: float = 5.0, stdout: int | IO | None = None, stderr: int | IO | None = None) -> subprocess.Popen:
-    """Start ``world_size`` ranks of ``command``; returns the process that ends after the last of them, with mpiexec's status.
+def start(
+    command: list[str],
+    world_size: int,
+    *,
+    exits: Path,
+    launcher: str = "auto",
+    environment: Mapping[str, str],
+    grace_s: float = 5.0,
+    stdout: int | IO | None = None,
+    stderr: int | IO | None = None,
+) -> subprocess.Popen:
+    """Start ``world_size`` ranks of ``command``; returns the process that ends after the last of them, with
+    mpiexec's status.
 
-    Each rank's end is appended to ``exits``. After a bad end the world gets ``grace_s`` seconds to end by itself, so that
-    the controller can say what happened, before the process manager kills it. Signals sent to the returned process are
-    forwarded to the ranks (SIGUSR1 arrives as SIGUSR2), SIGHUP kills everything, as does the end of the calling thread.
+    Each rank's end is appended to ``exits``. After a bad end the world gets ``grace_s`` seconds to end by
+    itself, so that the controller can say what happened, before the process manager kills it. Signals sent to
+    the returned process are forwarded to the ranks (SIGUSR1 arrives as SIGUSR2), SIGHUP kills everything, as
+    does the end of the calling thread.
     """
     python = [sys.executable, "-I", "-S", str(GUARD)]
     inner = [*python, "--exits", str(exits.absolute()), "--grace", str(grace_s), "--", *command]
     outer = [*python, "--parent", str(os.getpid()), "--", *launcher_command(launcher, world_size), *inner]
-    return subprocess.Popen(outer, env=dict(environment), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                            start_new_session=True)      # Ctrl-C on the terminal reaches the ranks through us alone
+    return subprocess.Popen(
+        outer,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )  # Ctrl-C on the terminal reaches the ranks through us alone
 
 
-def launch(run: Path, world_size: int, *, launcher: str = "auto", threads_per_rank: int = 1,
-           env: Mapping[str, str] | None = None, grace_s: float = 5.0, program: str = "hpcflow.rank") -> int:
-    """Run module ``program`` with argument ``run`` on ``world_size`` ranks (controller, recorder, workers) to its end.
+def launch(
+    run: Path,
+    world_size: int,
+    *,
+    launcher: str = "auto",
+    threads_per_rank: int = 1,
+    env: Mapping[str, str] | None = None,
+    grace_s: float = 5.0,
+    program: str = "hpcflow.rank",
+) -> int:
+    """Run module ``program`` with argument ``run`` on ``world_size`` ranks (controller, recorder, workers) to
+    its end.
 
-    Returns 0, or the status (128 + the signal) of the rank that ended badly first, which is named on stderr too; when no
-    rank could be recorded, the launcher's. SIGTERM, SIGUSR2 and the first SIGINT that this process receives meanwhile
-    are forwarded to the ranks (SIGINT as SIGTERM), a second SIGINT kills them. Call from the main thread.
+    Returns 0, or the status (128 + the signal) of the rank that ended badly first, which is named on stderr
+    too; when no rank could be recorded, the launcher's. SIGTERM, SIGUSR2 and the first SIGINT that this
+    process receives meanwhile are forwarded to the ranks (SIGINT as SIGTERM), a second SIGINT kills them.
+    Call from the main thread.
     """
     exits = run / "exits.jsonl"
     offset = exits.stat().st_size if exits.exists() else 0
     command = [sys.executable, "-m", program, str(run)]
     interrupts = 0
-    process = start(command, world_size, exits=exits, launcher=launcher, grace_s=grace_s,
-                    environment=rank_environment(threads_per_rank, env or {}))
+    process = start(
+        command,
+        world_size,
+        exits=exits,
+        launcher=launcher,
+        grace_s=grace_s,
+        environment=rank_environment(threads_per_rank, env or {}),
+    )
 
     def forward(number: int, frame: object) -> None:
         nonlocal interrupts
         interrupts += number == signal.SIGINT
         if interrupts > 1:
-            number = signal.SIGHUP                       # the guard kills everything
+            number = signal.SIGHUP  # the guard kills everything
         process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
     assert threading.current_thread() is threading.main_thread(), "signals are handled in the main thread"
@@ -172,4 +228,4 @@ def blame(exits: list[Exit], world_size: int) -> str:
     if bad:
         return f"The first of {world_size} ranks to end badly: {bad[0]}."
     missing = sorted(set(range(world_size)) - {e.rank for e in exits})
-    return f"No rank ended badly by itself; ranks {missing} were killed together with their guard or never started."
+    return f"No rank ended badly by itself; ranks {missing} were killed with their guard or never started."

@@ -13,6 +13,7 @@ from pathlib import Path
 
 def init():
     from mpi4py import MPI
+
     MPI.Init()
     return MPI
 
@@ -20,14 +21,21 @@ def init():
 def allreduce() -> list[int]:
     """[sum of ranks, world size, CPU threads of torch]"""
     import torch
+
     MPI = init()
     total = MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank)
     MPI.Finalize()
-    return [total, MPI.COMM_WORLD.size if not MPI.Is_finalized() else int(os.environ["PMI_SIZE"]), torch.get_num_threads()]
+    return [
+        total,
+        MPI.COMM_WORLD.size if not MPI.Is_finalized() else int(os.environ["PMI_SIZE"]),
+        torch.get_num_threads(),
+    ]
 
 
 def end_badly(how: str, who: int, folder: str) -> None:
-    """Rank ``who`` ends as ``how`` says while the others wait for ever, each with a child that outlives it."""
+    """Rank ``who`` ends as ``how`` says while the others wait for ever, each with a child that outlives
+    it.
+    """
     MPI = init()
     rank = MPI.COMM_WORLD.rank
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])

@@ -45,10 +45,18 @@ def test_five_ranks_add_up(forked: bool) -> None:
 
 
 @pytest.mark.parametrize("forked", [True, False])
-@pytest.mark.parametrize("how, exit_status, by_signal", [
-    ("raise", 1, None), ("exit", 3, None), ("kill", None, signal.SIGKILL), ("segfault", None, signal.SIGSEGV)])
-def test_a_bad_end_is_recorded_and_ends_all(tmp_path: Path, how: str, exit_status: int | None, by_signal: int | None,
-                                            forked: bool) -> None:
+@pytest.mark.parametrize(
+    "how, exit_status, by_signal",
+    [
+        ("raise", 1, None),
+        ("exit", 3, None),
+        ("kill", None, signal.SIGKILL),
+        ("segfault", None, signal.SIGSEGV),
+    ],
+)
+def test_a_bad_end_is_recorded_and_ends_all(
+    tmp_path: Path, how: str, exit_status: int | None, by_signal: int | None, forked: bool
+) -> None:
     arguments = {"how": how, "who": 2, "folder": str(tmp_path)}
     result = run_world(4, PROGRAMS + "end_badly", arguments, grace_s=0.2, forked=forked)
     assert result.rc != 0
@@ -64,29 +72,37 @@ def test_abort_gives_its_code(tmp_path: Path) -> None:
 
 
 def test_the_grace_lets_the_others_end_with_their_own_status(tmp_path: Path) -> None:
-    result = run_world(3, PROGRAMS + "end_badly", {"how": "all exit", "who": -1, "folder": str(tmp_path)}, grace_s=50)
+    result = run_world(
+        3, PROGRAMS + "end_badly", {"how": "all exit", "who": -1, "folder": str(tmp_path)}, grace_s=50
+    )
     assert sorted((e.rank, e.exit) for e in result.exits) == [(0, 10), (1, 11), (2, 12)]
 
 
 def test_a_hanging_world_is_killed_and_shows_its_stacks(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="end_badly on 3 ranks took over 3 s(.|\n)*time.sleep|in end_badly"):
+    with pytest.raises(
+        TimeoutError, match="end_badly on 3 ranks took over 3 s(.|\n)*time.sleep|in end_badly"
+    ):
         run_world(3, PROGRAMS + "end_badly", {"how": "hang", "who": -1, "folder": str(tmp_path)}, timeout=3)
     pids = [pid for own, _, child in recorded_pids(tmp_path) for pid in (own, child)]
     assert len(pids) == 6
-    wait_for(lambda: not any(map(alive, pids)))          # the fork server learns of it last
+    wait_for(lambda: not any(map(alive, pids)))  # the fork server learns of it last
 
 
 def start_hanging_world(folder: Path, n: int, forked: bool) -> subprocess.Popen:
     """A process that launches ``n`` ranks which wait for ever; returns when all of them are up."""
-    call = {"function": PROGRAMS + "end_badly", "timeout": 1000, "args": {"how": "hang", "who": -1, "folder": str(folder)}}
+    call = {
+        "function": PROGRAMS + "end_badly",
+        "timeout": 1000,
+        "args": {"how": "hang", "who": -1, "folder": str(folder)},
+    }
     program = f"""
 import json, pathlib, sys
 from hpcflow.mpi import launch
 folder = pathlib.Path({str(folder)!r})
 (folder / "call.json").write_text(json.dumps({call!r}))
-world = launch.start([sys.executable, "-m", "tests.worlds", str(folder)], {n}, exits=folder / "exits.jsonl", launcher="mpiexec",
-                     environment=launch.rank_environment(1, {{"HPCFLOW_FORKSERVER": {server().socket if forked else ""!r}}}),
-                     grace_s=0.2)
+environment = launch.rank_environment(1, {{"HPCFLOW_FORKSERVER": {server().socket if forked else ""!r}}})
+world = launch.start([sys.executable, "-m", "tests.worlds", str(folder)], {n}, exits=folder / "exits.jsonl",
+                     launcher="mpiexec", environment=environment, grace_s=0.2)
 (folder / "guard").write_text(str(world.pid))
 sys.exit(world.wait() != 0)
 """
@@ -103,7 +119,12 @@ def test_no_survivor_when_a_parent_is_killed(tmp_path: Path, victim: str, forked
     outer = int((tmp_path / "guard").read_text())
     mpiexec = children(outer)[0]
     guards = [pid for proxy in children(mpiexec) for pid in children(proxy)]
-    kill = {"launching process": process.pid, "outer guard": outer, "mpiexec": mpiexec, "guard of rank 1": guards[1]}[victim]
+    kill = {
+        "launching process": process.pid,
+        "outer guard": outer,
+        "mpiexec": mpiexec,
+        "guard of rank 1": guards[1],
+    }[victim]
     os.kill(kill, signal.SIGKILL)
     process.wait(30)
     # A rank's own children outlive it only where both guards above them are killed at once.
@@ -117,6 +138,7 @@ def test_no_survivor_when_a_parent_is_killed(tmp_path: Path, victim: str, forked
 
 def children(parent: int) -> list[int]:
     from hpcflow.mpi.guard import children as found
+
     return sorted(found(parent))
 
 
@@ -124,7 +146,8 @@ def test_launch_names_the_first_and_forwards_signals(tmp_path: Path, fork_server
     program = f"""
 import sys, pathlib
 from hpcflow.mpi import launch
-sys.exit(launch.launch(pathlib.Path({str(tmp_path)!r}), 2, launcher="mpiexec", program="tests.mpi.launch_programs"))
+run = pathlib.Path({str(tmp_path)!r})
+sys.exit(launch.launch(run, 2, launcher="mpiexec", program="tests.mpi.launch_programs"))
 """
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2)
@@ -147,7 +170,10 @@ def test_exits_of_earlier_launches_are_not_blamed(tmp_path: Path) -> None:
     found = launch.read_exits(path, offset)
     assert [e.rank for e in found] == [3, 2, 1]
     assert [e.status for e in found] == [0, 4, 139]
-    assert launch.blame(found, 5) == "The first of 5 ranks to end badly: rank 2 (pid 3 on b) exited with status 4."
+    assert (
+        launch.blame(found, 5)
+        == "The first of 5 ranks to end badly: rank 2 (pid 3 on b) exited with status 4."
+    )
     assert "ranks [0, 1, 2, 4] were killed" in launch.blame(found[:1], 5)
 
 

@@ -1,9 +1,11 @@
-"""What one controller costs: an empty call on 4 and 8 workers, and batches from group A to group B; against verl on Ray.
+"""What one controller costs: an empty call on 4 and 8 workers, and batches from group A to group B; against
+verl on Ray.
 
-    python tools/bench/controller.py [--verl-python VENV/bin/python] [--workers 4 8] [--mb 1 16 128] [--json FILE]
+    python tools/bench/controller.py [--verl-python PYTHON] [--workers 4 8] [--mb 1 16 128] [--json FILE]
 
-hpcflow runs in this interpreter's environment, verl in its own (needs verl, ray, torch); without one it is skipped. The
-systems take turns, in fresh processes; the printed figures are of all rounds together: median of the medians, least of the minima.
+hpcflow runs in this interpreter's environment, verl in its own (needs verl, ray, torch); without one it is
+skipped. The systems take turns, in fresh processes; the printed figures are of all rounds together: median of
+the medians, least of the minima.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+from measure import read_result
+
 from hpcflow.mpi.launch import rank_environment, start
 
 HERE = Path(__file__).parent
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--verl-python", help="interpreter of an environment with verl")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--mb", type=float, nargs="*", default=[1, 16, 128])
@@ -34,16 +40,33 @@ def parse() -> argparse.Namespace:
 
 
 def arguments(args: argparse.Namespace, workers: int) -> list[str]:
-    """With more than 4 workers only the calls are measured: 128 MB over 16 processes is no use on a small machine."""
+    """With more than 4 workers only the calls are measured: 128 MB over 16 processes is no use on a small
+    machine.
+    """
     megabytes = args.mb if workers <= 4 else []
-    return ["--workers", str(workers), "--calls", str(args.calls), "--repeats", str(args.repeats), "--mb", *map(str, megabytes)]
+    return [
+        "--workers",
+        str(workers),
+        "--calls",
+        str(args.calls),
+        "--repeats",
+        str(args.repeats),
+        "--mb",
+        *map(str, megabytes),
+    ]
 
 
 def run_hpcflow(args: argparse.Namespace, workers: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "controller_hpcflow.py"), *arguments(args, workers)]
-        world = start(command, 1 + 2 * workers, exits=Path(folder, "exits.jsonl"), launcher="mpiexec",
-                      environment=rank_environment(1, {}), stdout=subprocess.PIPE)
+        world = start(
+            command,
+            1 + 2 * workers,
+            exits=Path(folder, "exits.jsonl"),
+            launcher="mpiexec",
+            environment=rank_environment(1, {}),
+            stdout=subprocess.PIPE,
+        )
         output, _ = world.communicate()
         if world.returncode:
             raise SystemExit(f"hpcflow on {workers} workers ended with {world.returncode}")
@@ -55,15 +78,16 @@ def run_verl(args: argparse.Namespace, workers: int) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def result(output: str) -> dict:
-    return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
-
-
 def combine(rounds: list[dict]) -> dict[str, tuple[float, float]]:
     """name -> (median of the medians, least of the minima) in seconds."""
     names = rounds[0]["seconds"]
-    return {name: (statistics.median(r["seconds"][name]["median"] for r in rounds),
-                   min(r["seconds"][name]["min"] for r in rounds)) for name in names}
+    return {
+        name: (
+            statistics.median(r["seconds"][name]["median"] for r in rounds),
+            min(r["seconds"][name]["min"] for r in rounds),
+        )
+        for name in names
+    }
 
 
 def main() -> None:
@@ -78,11 +102,13 @@ def main() -> None:
         found: dict[str, list[dict]] = {name: [] for name in systems}
         for _ in range(args.rounds):
             for name, run in systems.items():
-                found[name].append(result(run(args, workers)))
+                found[name].append(read_result(run(args, workers)))
         everything[workers] = found
         table = {name: combine(rounds) for name, rounds in found.items()}
-        loads = ", ".join(f"{name} {'/'.join(format(r['load'], '.1f') for r in rounds)}" for name, rounds in found.items())
-        print(f"\n{workers} workers a group; milliseconds, median (min); load average at the end of each round: {loads}")
+        loads = ", ".join(
+            f"{name} {'/'.join(format(r['load'], '.1f') for r in rounds)}" for name, rounds in found.items()
+        )
+        print(f"\n{workers} workers a group; milliseconds, median (min); load average after each round: {loads}")
         header = ["", *table, *(["median ratio", "min ratio"] if len(table) > 1 else [])]
         print("  ".join(f"{cell:>24}" for cell in header))
         for name in table["hpcflow"]:

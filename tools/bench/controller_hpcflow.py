@@ -32,8 +32,10 @@ class Probe:
         lo, hi = parts[self.context.rank]
         if hi - lo not in self.made:
             shape = (hi - lo, ROW_TOKENS)
-            self.made[hi - lo] = {**{name: torch.ones(shape, dtype=torch.int64) for name in INT_COLUMNS},
-                                  **{name: torch.ones(shape) for name in FLOAT_COLUMNS}}
+            self.made[hi - lo] = {
+                **{name: torch.ones(shape, dtype=torch.int64) for name in INT_COLUMNS},
+                **{name: torch.ones(shape) for name in FLOAT_COLUMNS},
+            }
         return Output(dict(self.made[hi - lo]), ids=torch.arange(lo, hi))
 
     @primitive("DP_PROTO", reads=COLUMNS)
@@ -47,7 +49,9 @@ class Hpcflow:
     def __init__(self, workers: int) -> None:
         pools = {"a": tuple(range(1, 1 + workers)), "b": tuple(range(1 + workers, 1 + 2 * workers))}
         made = primitives_of(Probe)
-        members = {name.upper(): Member("controller_hpcflow:Probe", name, Layout(d=workers), made) for name in pools}
+        members = {
+            name.upper(): Member("controller_hpcflow:Probe", name, Layout(d=workers), made) for name in pools
+        }
         self.world = World(pools, members)
         self.a, self.b = self.world.models.A, self.world.models.B
 

@@ -1,4 +1,6 @@
-"""The controller benchmark on verl's RayWorkerGroup, in an interpreter that has verl and Ray (see controller.py)."""
+"""The controller benchmark on verl's RayWorkerGroup, in an interpreter that has verl and Ray (see
+controller.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,13 @@ import logging
 import os
 import time
 
-os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", RAY_DEDUP_LOGS="1", RAY_USAGE_STATS_ENABLED="0",
-                  RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    CUDA_VISIBLE_DEVICES="",
+    RAY_DEDUP_LOGS="1",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+)
 
 import ray
 import torch
@@ -37,8 +44,10 @@ class Probe(Worker):
         rows = len(index)
         if rows not in self.made:
             shape = (rows, ROW_TOKENS)
-            self.made[rows] = {**{name: torch.ones(shape, dtype=torch.int64) for name in INT_COLUMNS},
-                               **{name: torch.ones(shape) for name in FLOAT_COLUMNS}}
+            self.made[rows] = {
+                **{name: torch.ones(shape, dtype=torch.int64) for name in INT_COLUMNS},
+                **{name: torch.ones(shape) for name in FLOAT_COLUMNS},
+            }
         return DataProto.from_dict(tensors=self.made[rows])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -47,18 +56,25 @@ class Probe(Worker):
 
 
 class Verl:
-    """See `measure.Backend`. A's output is collected by the controller and dispatched to B: verl's blocking path, which
-    for this batch is not slower than its futures."""
+    """See `measure.Backend`. A's output is collected by the controller and dispatched to B: verl's blocking
+    path, which for this batch is not slower than its futures."""
 
     def __init__(self, workers: int) -> None:
-        ray.init(num_cpus=8 * workers, object_store_memory=3 << 30, include_dashboard=False, logging_level=logging.ERROR,
-                 log_to_driver=False)
+        ray.init(
+            num_cpus=8 * workers,
+            object_store_memory=3 << 30,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
         self.a, self.b = (self._group(workers) for _ in "ab")
         self.a.ping(), self.b.ping()
 
     def _group(self, workers: int) -> RayWorkerGroup:
         pool = RayResourcePool([workers], use_gpu=False, max_colocate_count=1)
-        return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Probe), device_name="cpu")
+        return RayWorkerGroup(
+            resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Probe), device_name="cpu"
+        )
 
     def ping(self) -> None:
         self.a.ping()
