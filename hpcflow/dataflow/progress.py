@@ -15,7 +15,7 @@ class Progress:
 
     def __init__(self, iterations: int, running: Callable[[], str]) -> None:
         self.iterations, self.running = iterations, running
-        self.terminal = sys.stdout.isatty() or os.environ.get("HPCFLOW_TERMINAL") == "1"
+        self.terminal = os.environ.get("HPCFLOW_TERMINAL") == "1"
         self.iteration = 0
         self._seconds: list[float] = []
         self._start = self._noticed = time.monotonic()

@@ -99,6 +99,11 @@ def rank_environment(threads_per_rank: int, env: Mapping[str, str]) -> dict[str,
     return {**os.environ, **RANK_ENVIRONMENT, **threads, **env}
 
 
+def _terminal() -> dict[str, str]:
+    """The controller writes into a pipe: whether a person's terminal is at its end it must be told."""
+    return {"HPCFLOW_TERMINAL": "1"} if sys.stdout.isatty() else {}
+
+
 def mpiexec_path() -> str:
     """The mpiexec beside this interpreter (wheel ``mpich``). ValueError when there is none there nor on
     PATH.
