@@ -15,7 +15,7 @@ import torch
 
 from hpcflow.data.columns import Columns, Ragged
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean")
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,16 @@ def tokens_per_row(mask: Ragged) -> torch.Tensor:
 
 
 def token_weights(mask: Ragged, agg: str, tokens: int, rows: int) -> torch.Tensor:
-    """float32 [T]: what each token's loss counts, such that the weights of a whole mini-batch, over all ranks and
-    micro-batches, sum to 1.
+    """float32 [T]: what each token's loss counts in the loss of a mini-batch, summed over all ranks and micro-batches.
 
     ``tokens`` and ``rows`` are the mini-batch's global counts (`counts`). "token-mean": every token the same;
-    "seq-mean-token-mean": every row with a token the same. ValueError for another ``agg``.
+    "seq-mean-token-mean": every row with a token the same, which its tokens share; "seq-mean-token-sum": every token
+    1 / rows, so that long rows count more. The first two sum to 1. ValueError for another ``agg``.
     """
     if agg == "token-mean":
         return mask.values.float() / max(tokens, 1)
+    if agg == "seq-mean-token-sum":
+        return mask.values.float() / max(rows, 1)
     if agg == "seq-mean-token-mean":
         per_row = tokens_per_row(mask).clamp(min=1).float() * max(rows, 1)
         return mask.values.float() / torch.repeat_interleave(per_row, mask.lengths)

@@ -232,12 +232,15 @@ class FSDPEngine:
     @torch.no_grad()
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor in the compute dtype), one layer gathered at a time: exactly the weights
-        of the forward pass. A tensor is valid until the next one is asked for. Tied weights come once."""
+        of the forward pass, valid until the next update. Tied weights come once."""
+        release = self.protocol.reshard_after_forward
         for unit, names in self._owned:
             unit.unshard()
             for name in names:
-                yield name.removeprefix("hf."), self.model.get_parameter(name).detach()
-            if self.protocol.reshard_after_forward:
+                full = self.model.get_parameter(name).detach()
+                # vLLM keeps what it is given until a layer is complete: memory that goes away needs a copy.
+                yield name.removeprefix("hf."), full.clone() if release else full
+            if release:
                 unit.reshard()
 
     def weights_digest(self) -> str:

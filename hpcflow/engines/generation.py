@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,15 @@ class Generated:
     response_ids: Ragged
     log_probs: Ragged
     truncated: torch.Tensor
+
+    @staticmethod
+    def of(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], truncated: list[bool]) -> Generated:
+        """From lists, one entry a response."""
+        return Generated(
+            Ragged.from_lists(tokens, torch.int64),
+            Ragged.from_lists(log_probs, torch.float32),
+            torch.tensor(truncated, dtype=torch.bool),
+        )
 
 
 def check_lengths(max_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcflow.data.columns import Ragged
 from hpcflow.engines.generation import Generated, check_lengths, check_prompts
 from hpcflow.engines.token_model import quiet_transformers
 
@@ -74,10 +73,8 @@ class PlainEngine:
         rows: list[_Row] = [_Row(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         for begin in range(0, len(rows), size):
             self._decode(rows[begin : begin + size], sampling, greedy or sampling.temperature == 0)
-        return Generated(
-            Ragged.from_lists([row.tokens for row in rows], torch.int64),
-            Ragged.from_lists([row.log_probs for row in rows], torch.float32),
-            torch.tensor([not row.ended for row in rows], dtype=torch.bool),
+        return Generated.of(
+            [row.tokens for row in rows], [row.log_probs for row in rows], [not row.ended for row in rows]
         )
 
     def _decode(self, rows: list[_Row], sampling: Sampling, greedy: bool) -> None:

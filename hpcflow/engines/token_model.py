@@ -43,10 +43,10 @@ class TokenModel(nn.Module):
         body = self.hf if self.head == "value" else self.hf.base_model
         hidden = body(input_ids=batch.input_ids, use_cache=False)[0].flatten(0, 1)
         if self.head == "score":
-            return self.hf.score(hidden[batch.last])[:, 0].float()
+            return _column(self.hf.score(hidden[batch.last]))
         hidden = hidden[batch.read]
         if self.head == "value":
-            return self.value_head(hidden.float())[:, 0]
+            return _column(self.value_head(hidden.float()))
         return self._log_probs(hidden, batch.targets)
 
     def _log_probs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -58,6 +58,11 @@ class TokenModel(nn.Module):
         return torch.cat(
             [checkpoint(log_probs, head, h, t, self.temperature, use_reentrant=False) for h, t in pieces]
         )
+
+
+def _column(outputs: torch.Tensor) -> torch.Tensor:
+    """[n, 1] -> float32 [n], copied: changing a view of a sharded module's output in place would lose its hook."""
+    return outputs[:, 0].float().clone()
 
 
 def log_probs(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:

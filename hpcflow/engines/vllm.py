@@ -8,7 +8,7 @@ independent of each other.
 from __future__ import annotations
 
 import hashlib
-import os
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hpcflow.data.columns import Ragged
 from hpcflow.engines import isolation
 from hpcflow.engines.generation import Generated, check_lengths, check_prompts
 
@@ -67,7 +66,8 @@ class VLLMEngine:
         self._sandbox = isolation.Sandbox(
             {**ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         )
-        with self._sandbox.inside():
+        with self._sandbox.inside(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             import vllm
             from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -89,6 +89,7 @@ class VLLMEngine:
                     kv_cache_memory_bytes=int(protocol.kv_cache_gib * 2**30),
                     logprobs_mode="processed_logprobs",
                     disable_log_stats=True,
+                    use_tqdm_on_load=False,
                     trust_remote_code=trust_remote_code,
                     seed=0,
                 )
@@ -115,7 +116,7 @@ class VLLMEngine:
         self._agree(prompts, seeds, sampling, greedy)
         check_prompts(prompts, sampling.max_tokens, self.max_model_len)
         if not prompts:
-            return Generated(Ragged.from_lists([], torch.int64), Ragged.from_lists([], torch.float32), torch.empty(0, dtype=torch.bool))
+            return Generated.of([], [], [])
         # Even with enforce_eager one helper is compiled, by a C++ compiler that a machine may not have.
         with self._sandbox.inside(), torch.compiler.set_stance("force_eager"):
             from vllm import SamplingParams, TokensPrompt
@@ -125,30 +126,37 @@ class VLLMEngine:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
             }
-            outputs = self._llm.generate(
-                [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
-                [
-                    SamplingParams(
-                        **drawn,
-                        seed=seed,
-                        max_tokens=sampling.max_tokens,
-                        stop=list(sampling.stop),
-                        detokenize=bool(sampling.stop),
-                        logprobs=0,
-                    )
-                    for seed in seeds
-                ],
-                use_tqdm=False,
-            )
+            settings = [
+                SamplingParams(
+                    **drawn,
+                    seed=seed,
+                    max_tokens=sampling.max_tokens,
+                    stop=list(sampling.stop),
+                    detokenize=bool(sampling.stop),
+                    logprobs=0,
+                )
+                for seed in seeds
+            ]
+            try:
+                outputs = self._llm.generate(
+                    [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], settings, use_tqdm=False
+                )
+            except BaseException:
+                self._abandon_requests()
+                raise
         completions = [output.outputs[0] for output in outputs]
-        return Generated(
-            Ragged.from_lists([c.token_ids for c in completions], torch.int64),
-            Ragged.from_lists(
-                [[step[token].logprob for step, token in zip(c.logprobs, c.token_ids, strict=True)] for c in completions],
-                torch.float32,
-            ),
-            torch.tensor([c.finish_reason == "length" for c in completions]),
+        return Generated.of(
+            [c.token_ids for c in completions],
+            [[step[t].logprob for step, t in zip(c.logprobs, c.token_ids, strict=True)] for c in completions],
+            [c.finish_reason == "length" for c in completions],
         )
+
+    def _abandon_requests(self) -> None:
+        """After an exception: requests that stayed would be run by the next call, which then does not end, and
+        blocks of prompts that were scheduled but not computed would count as cached."""
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        self._llm.reset_prefix_cache()
 
     def _agree(self, *arguments: object) -> None:
         """Different inputs on the ranks of one engine would give garbage without an error."""

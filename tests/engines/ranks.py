@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
+def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
     """``function(*args)`` on each of ``ranks`` processes with a gloo default group; the results in rank order.
 
     AssertionError with the ranks' tracebacks when one raises, dies, or does not end in time.

@@ -77,7 +77,8 @@ def as_rows(asked: list[list[int]], generated: Generated) -> Columns:
 
 
 def trainer(path: str, **more: Any) -> FSDPEngine:
-    return training_engine("fsdp")(path, head="lm", trainable=True, protocol=protocol(micro_batch=8), **more)
+    settings = protocol(micro_batch=8, reshard_after_forward=True)
+    return training_engine("fsdp")(path, head="lm", trainable=True, protocol=settings, **more)
 
 
 def gap(generated: Generated, asked: list[list[int]], engine: FSDPEngine) -> float:
@@ -123,6 +124,9 @@ def one_rank(name: str, path: str, folder: Path) -> dict[str, Any]:
             engine.generate(asked, seeds(len(asked)), SAMPLING)
         found["refused"].append(str(caught.value))
 
+    if name == "vllm":
+        found["after failure"] = fail_and_recover(engine)
+
     rows = as_rows(prompts(), everything)
     rows |= {name: everything.log_probs for name in ("advantages", "old")}
     trained.train(rows, [torch.arange(20)], policy_loss)
@@ -140,6 +144,24 @@ def one_rank(name: str, path: str, folder: Path) -> dict[str, Any]:
     fresh.close()
     found["state kept to the end"] = process_state()[3:] == before[3:]
     return found
+
+
+def fail_and_recover(engine: Any) -> tuple[int, list]:
+    """Requests left over after an exception in the middle, and what the next call gives."""
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    calls, execute = iter(range(99)), runner.execute_model
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3:
+            raise ArithmeticError("injected")
+        return execute(*args, **kwargs)
+
+    runner.execute_model = failing
+    with pytest.raises(ArithmeticError):
+        engine.generate(prompts(), seeds(), SAMPLING)
+    runner.execute_model = execute
+    left = engine._llm.llm_engine.get_num_unfinished_requests()
+    return left, told(engine.generate(prompts(), seeds(), SAMPLING))
 
 
 def write_model(source: str, folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -243,6 +265,10 @@ def test_loaded_weights_are_exactly_those_of_a_fresh_engine(found: dict, name: s
     assert (told["version before"], told["version"]) == (None, 1)
     assert told["updated"] == told["fresh"]
     assert told["updated"] != told["all"]
+
+
+def test_a_failed_generation_leaves_nothing_behind(found: dict) -> None:
+    assert found["vllm"]["after failure"] == (0, found["vllm"]["all"])
 
 
 @pytest.mark.parametrize("name", ["vllm", "plain"])
