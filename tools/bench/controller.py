@@ -39,21 +39,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def sizes(args: argparse.Namespace, workers: int) -> list[float]:
+    """Megabytes to move; none, and one group only, with more than 4 workers: fewer processes."""
+    return args.mb if workers <= 4 else []
+
+
 def arguments(args: argparse.Namespace, workers: int) -> list[str]:
-    """With more than 4 workers only the calls are measured: 128 MB over 16 processes is no use on a small
-    machine.
-    """
-    megabytes = args.mb if workers <= 4 else []
-    return [
-        "--workers",
-        str(workers),
-        "--calls",
-        str(args.calls),
-        "--repeats",
-        str(args.repeats),
-        "--mb",
-        *map(str, megabytes),
-    ]
+    numbers = {"--workers": workers, "--calls": args.calls, "--repeats": args.repeats}
+    words = [word for name, number in numbers.items() for word in (name, str(number))]
+    return [*words, "--mb", *map(str, sizes(args, workers))]
 
 
 def run_hpcflow(args: argparse.Namespace, workers: int) -> str:
@@ -61,7 +55,7 @@ def run_hpcflow(args: argparse.Namespace, workers: int) -> str:
         command = [sys.executable, str(HERE / "controller_hpcflow.py"), *arguments(args, workers)]
         world = start(
             command,
-            1 + 2 * workers,
+            1 + workers * (2 if sizes(args, workers) else 1),
             exits=Path(folder, "exits.jsonl"),
             launcher="mpiexec",
             environment=rank_environment(1, {}),
@@ -108,7 +102,9 @@ def main() -> None:
         loads = ", ".join(
             f"{name} {'/'.join(format(r['load'], '.1f') for r in rounds)}" for name, rounds in found.items()
         )
-        print(f"\n{workers} workers a group; milliseconds, median (min); load average after each round: {loads}")
+        print(
+            f"\n{workers} workers a group; milliseconds, median (min); load average after each round: {loads}"
+        )
         header = ["", *table, *(["median ratio", "min ratio"] if len(table) > 1 else [])]
         print("  ".join(f"{cell:>24}" for cell in header))
         for name in table["hpcflow"]:

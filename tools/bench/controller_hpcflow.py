@@ -46,23 +46,24 @@ class Probe:
 class Hpcflow:
     """See `measure.Backend`."""
 
-    def __init__(self, workers: int) -> None:
-        pools = {"a": tuple(range(1, 1 + workers)), "b": tuple(range(1 + workers, 1 + 2 * workers))}
+    def __init__(self, workers: int, groups: int) -> None:
+        starts = [1 + workers * k for k in range(groups)]
+        pools = {name: tuple(range(s, s + workers)) for name, s in zip("ab", starts, strict=False)}
         made = primitives_of(Probe)
         members = {
             name.upper(): Member("controller_hpcflow:Probe", name, Layout(d=workers), made) for name in pools
         }
         self.world = World(pools, members)
-        self.a, self.b = self.world.models.A, self.world.models.B
+        self.groups = [self.world.group(name) for name in members]
 
     def ping(self) -> None:
-        self.a.ping().wait()
+        self.groups[0].ping().wait()
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def move(self, rows: int) -> float:
-        return sum(self.b.consume(self.a.make(rows=rows)).get())
+        return sum(self.groups[1].consume(self.groups[0].make(rows=rows)).get())
 
     def stop(self) -> None:
         self.world.close()
@@ -78,7 +79,7 @@ def main() -> Any:
     if rank_from_environment():
         read_end, write_end = catch_signals(())
         return serve(read_end)
-    backend = Hpcflow(args.workers)
+    backend = Hpcflow(args.workers, 2 if args.mb else 1)
     print_result(measure(backend, args.calls, args.mb, args.repeats))
     backend.stop()
     return 0

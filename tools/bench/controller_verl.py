@@ -59,16 +59,17 @@ class Verl:
     """See `measure.Backend`. A's output is collected by the controller and dispatched to B: verl's blocking
     path, which for this batch is not slower than its futures."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, groups: int) -> None:
         ray.init(
-            num_cpus=8 * workers,
+            num_cpus=4 * workers * groups,
             object_store_memory=3 << 30,
             include_dashboard=False,
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
-        self.a, self.b = (self._group(workers) for _ in "ab")
-        self.a.ping(), self.b.ping()
+        self.groups = [self._group(workers) for _ in range(groups)]
+        for group in self.groups:
+            group.ping()
 
     def _group(self, workers: int) -> RayWorkerGroup:
         pool = RayResourcePool([workers], use_gpu=False, max_colocate_count=1)
@@ -77,14 +78,14 @@ class Verl:
         )
 
     def ping(self) -> None:
-        self.a.ping()
+        self.groups[0].ping()
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def move(self, rows: int) -> float:
         index = DataProto.from_dict(tensors={"index": torch.arange(rows)})
-        return sum(self.b.consume(self.a.make(index)))
+        return sum(self.groups[1].consume(self.groups[0].make(index)))
 
     def stop(self) -> None:
         ray.shutdown()
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--mb", type=float, nargs="*", required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    backend = Verl(args.workers)
+    backend = Verl(args.workers, 2 if args.mb else 1)
     print_result(measure(backend, args.calls, args.mb, args.repeats))
     backend.stop()
 
