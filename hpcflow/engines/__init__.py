@@ -1,8 +1,8 @@
 """Engines: how a model computes on the ranks of its pool. They know nothing of algorithms and nothing of MPI.
 
-torch.distributed's default group is the pool. A training engine scores and trains token sequences; a generation
-engine samples them. Engines are named in a config and imported only when asked for, because vLLM and transformers
-take seconds to import.
+torch.distributed's default group is the pool. A training engine scores and trains token sequences; a
+generation engine samples them. Engines are named in a config and imported only when asked for, because vLLM
+and transformers take seconds to import.
 """
 
 from __future__ import annotations

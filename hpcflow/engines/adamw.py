@@ -1,7 +1,7 @@
 """AdamW on the local shards of sharded parameters.
 
-The optimizer sees plain tensors (each rank's part), so a step is one fused pass without DTensor's dispatch on every
-operation; its state is shown to checkpoints as DTensors with the placement of the parameters.
+The optimizer sees plain tensors (each rank's part), so a step is one fused pass without DTensor's dispatch on
+every operation; its state is shown to checkpoints as DTensors with the placement of the parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from hpcflow.config import Optimizer
 
 
 class ShardedAdamW:
-    """One optimizer over ``parameters`` (name -> sharded DTensor); moments exist from the start, as float32 zeros."""
+    """One optimizer over ``parameters`` (name -> sharded DTensor); moments exist from the start, as
+    float32 zeros."""
 
     def __init__(self, parameters: dict[str, DTensor], config: Optimizer) -> None:
         self.parameters, self.config = parameters, config

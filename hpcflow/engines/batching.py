@@ -1,9 +1,9 @@
 """From ragged rows to the padded tensors of one forward pass, and back.
 
 A row is a prompt followed by a response. The token at response position j is predicted from sequence position
-``len(prompt) - 1 + j``: that is where log-probs and values are read, and only those positions go through a head.
-Padding stands on the right, where causal attention cannot see it, so no attention mask is needed and the content of
-the padding cannot matter.
+``len(prompt) - 1 + j``: that is where log-probs and values are read, and only those positions go through a
+head. Padding stands on the right, where causal attention cannot see it, so no attention mask is needed and
+the content of the padding cannot matter.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 class Padded:
     """One forward pass. T = response tokens of its rows, flat in row order.
 
-    input_ids: int64 [rows, width]; read: int64 [T], indices into the flattened [rows * width] positions, where the
-    token is predicted; targets: int64 [T], the tokens themselves; last: int64 [rows], the flattened position of the
-    last token of each row.
+    input_ids: int64 [rows, width]; read: int64 [T], indices into the flattened [rows * width] positions,
+    where the token is predicted; targets: int64 [T], the tokens themselves; last: int64 [rows], the flattened
+    position of the last token of each row.
     """
 
     input_ids: torch.Tensor
@@ -39,8 +39,9 @@ class Padded:
 def pad(rows: Columns) -> Padded:
     """Columns prompt_ids and response_ids (ragged int64) -> one padded batch.
 
-    No rows give a batch of one padding token and nothing to read: a rank without work takes part in collectives
-    with it and contributes exactly zero. ValueError for an empty prompt, whose first response token nothing predicts.
+    No rows give a batch of one padding token and nothing to read: a rank without work takes part in
+    collectives with it and contributes exactly zero. ValueError for an empty prompt, whose first response
+    token nothing predicts.
     """
     prompt, response = rows["prompt_ids"], rows["response_ids"]
     if len(prompt) == 0:
@@ -61,8 +62,8 @@ def pad(rows: Columns) -> Padded:
 
 
 def micro_batches(rows: Columns, max_rows: int, max_tokens: int = 0) -> list[torch.Tensor]:
-    """Row indices of each micro-batch, longest rows first: at most ``max_rows`` rows and, where ``max_tokens`` > 0,
-    at most that many padded tokens (but at least one row).
+    """Row indices of each micro-batch, longest rows first: at most ``max_rows`` rows and, where
+    ``max_tokens`` > 0, at most that many padded tokens (but at least one row).
 
     Sorted by length, so that little of a batch is padding and the largest allocation comes first.
     """
@@ -78,8 +79,11 @@ def micro_batches(rows: Columns, max_rows: int, max_tokens: int = 0) -> list[tor
     return parts
 
 
-def to_row_order(parts: Sequence[torch.Tensor], values: Sequence[torch.Tensor], lengths: torch.Tensor) -> Ragged:
-    """Flat results of each micro-batch -> one ragged column in row order; ``lengths`` int64 [rows] in row order."""
+def to_row_order(
+    parts: Sequence[torch.Tensor], values: Sequence[torch.Tensor], lengths: torch.Tensor
+) -> Ragged:
+    """Flat results of each micro-batch -> one ragged column in row order; ``lengths`` int64 [rows] in row
+    order."""
     if not parts:
         return Ragged(torch.empty(0), lengths)
     order = torch.cat(list(parts))
@@ -107,11 +111,13 @@ def tokens_per_row(mask: Ragged) -> torch.Tensor:
 
 
 def token_weights(mask: Ragged, agg: str, tokens: int, rows: int) -> torch.Tensor:
-    """float32 [T]: what each token's loss counts in the loss of a mini-batch, summed over all ranks and micro-batches.
+    """float32 [T]: what each token's loss counts in the loss of a mini-batch, summed over all ranks and
+    micro-batches.
 
     ``tokens`` and ``rows`` are the mini-batch's global counts (`counts`). "token-mean": every token the same;
-    "seq-mean-token-mean": every row with a token the same, which its tokens share; "seq-mean-token-sum": every token
-    1 / rows, so that long rows count more. The first two sum to 1. ValueError for another ``agg``.
+    "seq-mean-token-mean": every row with a token the same, which its tokens share; "seq-mean-token-sum":
+    every token 1 / rows, so that long rows count more. The first two sum to 1. ValueError for another
+    ``agg``.
     """
     if agg == "token-mean":
         return mask.values.float() / max(tokens, 1)

@@ -14,10 +14,10 @@ from hpcflow.data.columns import Ragged
 class Generated:
     """Responses in the order of the prompts.
 
-    response_ids: ragged int64, what was sampled, with the end-of-sequence token where one was. log_probs: ragged
-    float32, of each token under the distribution that it was drawn from: temperature, top_k and top_p applied
-    (greedy: under the model's own distribution). They equal a training engine's log-probs at that temperature only
-    for top_p=1 and top_k=0. truncated: bool [rows], stopped by max_tokens.
+    response_ids: ragged int64, what was sampled, with the end-of-sequence token where one was. log_probs:
+    ragged float32, of each token under the distribution that it was drawn from: temperature, top_k and top_p
+    applied (greedy: under the model's own distribution). They equal a training engine's log-probs at that
+    temperature only for top_p=1 and top_k=0. truncated: bool [rows], stopped by max_tokens.
     """
 
     response_ids: Ragged
@@ -25,7 +25,9 @@ class Generated:
     truncated: torch.Tensor
 
     @staticmethod
-    def of(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], truncated: list[bool]) -> Generated:
+    def of(
+        tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], truncated: list[bool]
+    ) -> Generated:
         """From lists, one entry a response."""
         return Generated(
             Ragged.from_lists(tokens, torch.int64),
@@ -52,6 +54,6 @@ def check_prompts(prompts: list[list[int]], max_tokens: int, max_model_len: int)
         need = len(prompt) + max_tokens
         if need > max_model_len:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens, with algorithm.sampling.max_tokens={max_tokens} more than "
-                f"protocol.generation.max_model_len={max_model_len}; max_model_len={need} works"
+                f"prompt {row} has {len(prompt)} tokens, with algorithm.sampling.max_tokens={max_tokens} "
+                f"more than protocol.generation.max_model_len={max_model_len}; max_model_len={need} works"
             )

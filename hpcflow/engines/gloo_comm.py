@@ -1,7 +1,8 @@
 """All-gather and reduce-scatter over gloo for FSDP2, from broadcasts and point-to-point messages.
 
-gloo's own all_gather_single takes 3.5 times, its reduce_scatter_single (an all-reduce of everything) 4 times as much
-CPU time for 112 MB between two ranks of one machine, and CPU time is what a rank on a CPU computes with.
+gloo's own all_gather_single takes 3.5 times, its reduce_scatter_single (an all-reduce of everything) 4 times
+as much CPU time for 112 MB between two ranks of one machine, and CPU time is what a rank on a CPU computes
+with.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ class BroadcastAllGather(_Allocate):
         parts, own = output_tensor.chunk(group.size()), group.rank()
         if parts[own].data_ptr() != input_tensor.data_ptr():
             parts[own].copy_(input_tensor)
-        for work in [
-            dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)
-        ]:
+        works = [
+            dist.broadcast(part, group=group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+        ]
+        for work in works:
             work.wait()
 
 

@@ -1,9 +1,9 @@
 """Keeping a foreign engine's side effects to itself.
 
-Building and running vLLM inside a worker reseeds and advances the process's random number generators, replaces
-``torch.set_num_threads``, writes environment variables that every later child process would inherit (LD_PRELOAD
-among them), destroys the default process group when it ends, and names its shared memory alike for every job on a
-node. `Sandbox` undoes all of it after each call.
+Building and running vLLM inside a worker reseeds and advances the process's random number generators,
+replaces ``torch.set_num_threads``, writes environment variables that every later child process would inherit
+(LD_PRELOAD among them), destroys the default process group when it ends, and names its shared memory alike
+for every job on a node. `Sandbox` undoes all of it after each call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SHARED_MEMORY = Path("/dev/shm")
 class Sandbox:
     """``with sandbox.inside():`` around every call of the foreign code.
 
-    environment: variables that the code sees, and only it. Variables that it sets itself are kept for its next
-    call, and are gone from the process in between.
+    environment: variables that the code sees, and only it. Variables that it sets itself are kept for its
+    next call, and are gone from the process in between.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -92,6 +92,7 @@ def default_group_kept() -> Iterator[None]:
 
 
 def unlink_shared_memory(prefix: str) -> None:
-    """Remove the names of shared memory segments that start with ``prefix``; processes that mapped them keep them."""
+    """Remove the names of shared memory segments that start with ``prefix``; processes that mapped them
+    keep them."""
     for path in SHARED_MEMORY.glob(f"{prefix}*"):
         path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """Generation with nothing but a Hugging Face forward pass and its key-value cache.
 
-For tests, and for machines without vLLM. Each rank holds a whole copy of the model and generates its own prompts.
-Random numbers are drawn per sample, so what is sampled does not depend on which other prompts share the batch.
+For tests, and for machines without vLLM. Each rank holds a whole copy of the model and generates its own
+prompts. Random numbers are drawn per sample, so what is sampled does not depend on which other prompts share
+the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class PlainEngine:
-    """The interface of `hpcflow.engines.vllm.VLLMEngine`; ``unique`` is not needed and tensor_parallel must be 1."""
+    """The interface of `hpcflow.engines.vllm.VLLMEngine`; ``unique`` is not needed and tensor_parallel
+    must be 1."""
 
     def __init__(
         self,
@@ -37,8 +39,8 @@ class PlainEngine:
         check_lengths(max_prompt_tokens, max_tokens, protocol.max_model_len)
         if tensor_parallel != 1:
             raise ValueError(
-                f"protocol.generation.tensor_parallel={tensor_parallel}: the plain engine does not split a model; "
-                f"tensor_parallel=1 or engine=vllm works"
+                f"protocol.generation.tensor_parallel={tensor_parallel}: the plain engine does not split a "
+                f"model; tensor_parallel=1 or engine=vllm works"
             )
         self.version: int | None = None
         self.protocol = protocol
@@ -63,7 +65,8 @@ class PlainEngine:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, greedy: bool = False
     ) -> Generated:
-        """One response to each prompt; the random numbers of row i depend on ``seeds[i]`` (in [0, 2**63)) alone.
+        """One response to each prompt; the random numbers of row i depend on ``seeds[i]`` (in [0, 2**63))
+        alone.
 
         greedy: temperature 0, seeds unused. ValueError for a prompt that does not fit.
         """
@@ -136,8 +139,8 @@ class _Row:
 
 
 def truncate(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """float32 [rows, V] with -inf for all but the ``top_k`` likeliest tokens (0 = all) and, of those, all but the
-    fewest likeliest whose probability reaches ``top_p``."""
+    """float32 [rows, V] with -inf for all but the ``top_k`` likeliest tokens (0 = all) and, of those, all
+    but the fewest likeliest whose probability reaches ``top_p``."""
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

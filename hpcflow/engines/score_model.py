@@ -1,4 +1,5 @@
-"""A neural reward model: a Hugging Face sequence classifier with one label, sharded like every other model."""
+"""A neural reward model: a Hugging Face sequence classifier with one label, sharded like every other
+model."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class ScoreModel:
-    """Scores prompt + response by the model in ``path``, whose vocabulary must be that of the tokens it is given.
+    """Scores prompt + response by the model in ``path``, whose vocabulary must be that of the tokens it is
+    given.
 
     Collective over the pool. ValueError when the folder is no classifier with one label and a linear head.
     """
@@ -25,5 +27,6 @@ class ScoreModel:
         )
 
     def scores(self, rows: Columns) -> torch.Tensor:
-        """float32 [rows]: the score at the last token of each row (prompt_ids, response_ids: ragged int64)."""
+        """float32 [rows]: the score at the last token of each row (prompt_ids, response_ids: ragged
+        int64)."""
         return self._engine.scores(rows)

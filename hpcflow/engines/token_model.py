@@ -1,4 +1,5 @@
-"""A Hugging Face model with one head, as the training engines run it: padded tokens in, one number per position out."""
+"""A Hugging Face model with one head, as the training engines run it: padded tokens in, one number per
+position out."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from hpcflow.engines.batching import Padded
 
 HEADS = ("lm", "value", "score")
 LOGIT_CHUNK = 2**26
-"""Logits held at once (elements). Longer batches go through the vocabulary in pieces, recomputed in backward."""
+"""Logits held at once (elements). Longer batches go through the vocabulary in pieces, recomputed in
+backward."""
 
 
 class TokenModel(nn.Module):
-    """``forward(batch) -> float32``: head "lm": log-prob of each target [T]; "value": value at each read position
-    [T]; "score": a sequence classifier's single logit per row [rows].
+    """``forward(batch) -> float32``: head "lm": log-prob of each target [T]; "value": value at each read
+    position [T]; "score": a sequence classifier's single logit per row [rows].
 
     Dropout is off, also in training: the ratio of new to old log-probs must start at exactly 1.
     """
@@ -61,11 +63,14 @@ class TokenModel(nn.Module):
 
 
 def _column(outputs: torch.Tensor) -> torch.Tensor:
-    """[n, 1] -> float32 [n], copied: changing a view of a sharded module's output in place would lose its hook."""
+    """[n, 1] -> float32 [n], copied: changing a view of a sharded module's output in place would lose its
+    hook."""
     return outputs[:, 0].float().clone()
 
 
-def log_probs(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+def log_probs(
+    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """float32 [T]: log softmax(head(hidden) / temperature) at ``targets`` (int64 [T]); hidden [T, h]."""
     logits = head(hidden).float()
     if temperature != 1.0:

@@ -1,8 +1,8 @@
 """vLLM inside a worker's ranks: in-process, seeded per sample, weights replaced in place.
 
-Every rank of the pool builds the engine (vLLM's groups are made collectively over the default group); consecutive
-ranks, ``tensor_parallel`` of them, share one copy of the weights and run as one engine. Engines of one pool are then
-independent of each other.
+Every rank of the pool builds the engine (vLLM's groups are made collectively over the default group);
+consecutive ranks, ``tensor_parallel`` of them, share one copy of the weights and run as one engine. Engines
+of one pool are then independent of each other.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ENVIRONMENT = {
 }
 
 BATCHED_TOKENS = 8192
-"""Prompt tokens of one prefill step at least. Chunked prefill stays off: a split prompt crashes seeded sampling on
-CPUs, so the budget must exceed every prompt."""
+"""Prompt tokens of one prefill step at least. Chunked prefill stays off: a split prompt crashes seeded
+sampling on CPUs, so the budget must exceed every prompt."""
 
 
 class VLLMEngine:
     """Generation by vLLM. Building it is collective over the pool, everything else over one engine's ranks.
 
-    path: a local Hugging Face folder with its tokenizer. unique: differs between launches and pools; it names the
-    shared memory. max_prompt_tokens, max_tokens: what will be asked for at most. ValueError for keys that do not fit
-    each other.
+    path: a local Hugging Face folder with its tokenizer. unique: differs between launches and pools; it names
+    the shared memory. max_prompt_tokens, max_tokens: what will be asked for at most. ValueError for keys that
+    do not fit each other.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class VLLMEngine:
         rank, world = dist.get_rank(), dist.get_world_size()
         if world % tensor_parallel:
             raise ValueError(
-                f"protocol.generation.tensor_parallel={tensor_parallel} does not divide the pool's {world} ranks; "
-                f"1 works"
+                f"protocol.generation.tensor_parallel={tensor_parallel} does not divide the pool's {world} "
+                f"ranks; 1 works"
             )
         self.version: int | None = None
         self.tensor_parallel = tensor_parallel
@@ -94,11 +94,12 @@ class VLLMEngine:
                     seed=0,
                 )
         dist.barrier()
-        isolation.unlink_shared_memory(unique)  # mapped by now; without a name it cannot outlive a killed process
+        # Mapped by now; without a name it cannot outlive a killed process.
+        isolation.unlink_shared_memory(unique)
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights by full tensors under Hugging Face names, the same on each rank; cached prefixes of
-        the old weights are dropped."""
+        """Replace the weights by full tensors under Hugging Face names, the same on each rank; cached
+        prefixes of the old weights are dropped."""
         with self._sandbox.inside():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             self._llm.reset_prefix_cache()
@@ -107,10 +108,11 @@ class VLLMEngine:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, greedy: bool = False
     ) -> Generated:
-        """One response to each prompt; the random numbers of row i depend on ``seeds[i]`` (in [0, 2**63)) alone.
+        """One response to each prompt; the random numbers of row i depend on ``seeds[i]`` (in [0, 2**63))
+        alone.
 
-        greedy: temperature 0, seeds unused. The ranks of one engine must pass the same arguments (RuntimeError on
-        all of them otherwise). ValueError for a prompt that does not fit.
+        greedy: temperature 0, seeds unused. The ranks of one engine must pass the same arguments
+        (RuntimeError on all of them otherwise). ValueError for a prompt that does not fit.
         """
         assert len(prompts) == len(seeds)
         self._agree(prompts, seeds, sampling, greedy)
@@ -121,11 +123,15 @@ class VLLMEngine:
         with self._sandbox.inside(), torch.compiler.set_stance("force_eager"):
             from vllm import SamplingParams, TokensPrompt
 
-            drawn = {"temperature": 0.0} if greedy else {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-            }
+            drawn = (
+                {"temperature": 0.0}
+                if greedy
+                else {
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "top_k": sampling.top_k,
+                }
+            )
             settings = [
                 SamplingParams(
                     **drawn,
@@ -152,8 +158,8 @@ class VLLMEngine:
         )
 
     def _abandon_requests(self) -> None:
-        """After an exception: requests that stayed would be run by the next call, which then does not end, and
-        blocks of prompts that were scheduled but not computed would count as cached."""
+        """After an exception: requests that stayed would be run by the next call, which then does not end,
+        and blocks of prompts that were scheduled but not computed would count as cached."""
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
@@ -170,7 +176,8 @@ class VLLMEngine:
         dist.all_gather(everyone, mine, group=get_tp_group().cpu_group)
         if any(not torch.equal(mine, other) for other in everyone):
             raise RuntimeError(
-                "the ranks of one generation engine were given different prompts, seeds, sampling or weight versions"
+                "the ranks of one generation engine were given different prompts, seeds, sampling or weight "
+                "versions"
             )
 
     def close(self) -> None:

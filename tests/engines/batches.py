@@ -22,7 +22,9 @@ def tiny(**changes: object) -> str:
 
 
 def protocol(**changes: object) -> TrainingProtocol:
-    return TrainingProtocol(**{"dtype": "float32", "micro_batch": 2, "reshard_after_forward": False, **changes})
+    return TrainingProtocol(
+        **{"dtype": "float32", "micro_batch": 2, "reshard_after_forward": False, **changes}
+    )
 
 
 def batch(rows: int, seed: int = 0, vocab: int = VOCAB) -> Columns:
@@ -48,7 +50,9 @@ def batch(rows: int, seed: int = 0, vocab: int = VOCAB) -> Columns:
 def policy_loss(log_probs: torch.Tensor, rows: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     advantages, old = rows["advantages"].values, rows["old"].values
     ratio = (log_probs - old).clamp(max=1).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + 0.1 * (log_probs - old) ** 2
+    loss = (
+        -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + 0.1 * (log_probs - old) ** 2
+    )
     return loss, {"ratio": ratio, "mass": log_probs.exp().sum()}
 
 
@@ -81,7 +85,9 @@ class Oracle:
         read = slice(len(prompt) - 1, len(prompt) - 1 + len(response))
         if self.head == "value":
             hidden = self.hf(input_ids=ids)[0][0, read]
-            return functional.linear(hidden, self.names["value_head.weight"], self.names["value_head.bias"])[:, 0]
+            return functional.linear(hidden, self.names["value_head.weight"], self.names["value_head.bias"])[
+                :, 0
+            ]
         return self.hf(input_ids=ids).logits[0, read].log_softmax(-1).gather(1, response[:, None])[:, 0]
 
     def column(self, rows: Columns) -> list[torch.Tensor]:
@@ -99,7 +105,9 @@ class Oracle:
             per_row.append((values[mask], mask))
             tokens, used = tokens + int(mask.sum()), used + bool(mask.any())
             for name, value in seen.items():
-                metrics[name] = metrics.get(name, 0.0) + float(value.detach()[mask].sum() if value.dim() else value.detach())
+                metrics[name] = metrics.get(name, 0.0) + float(
+                    value.detach()[mask].sum() if value.dim() else value.detach()
+                )
         for values, mask in per_row:
             if mask.any():
                 total = total + (values.sum() / tokens if agg == "token-mean" else values.mean() / used)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
-    """``function(*args)`` on each of ``ranks`` processes with a gloo default group; the results in rank order.
+    """``function(*args)`` on each of ``ranks`` processes with a gloo default group; the results in rank
+    order.
 
     AssertionError with the ranks' tracebacks when one raises, dies, or does not end in time.
     """

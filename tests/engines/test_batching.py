@@ -81,21 +81,27 @@ def test_results_come_back_in_row_order(lengths: list[tuple[int, int]], max_rows
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), max_size=4), min_size=1, max_size=6), st.integers(0, 6))
-def test_weights_of_all_parts_sum_to_one(mask: list[list[bool]], cut: int) -> None:
+def test_weights_of_all_parts_sum_to_what_they_promise(mask: list[list[bool]], cut: int) -> None:
     whole = Ragged.from_lists(mask, torch.bool)
     tokens, used, rows = batching.counts(whole)
     assert (tokens, used, rows) == (sum(map(sum, mask)), sum(map(any, mask)), len(mask))
     parts = [whole.rows(0, min(cut, rows)), whole.rows(min(cut, rows), rows)]
-    for agg in batching.AGGREGATIONS:
+    sums = {"token-mean": 1, "seq-mean-token-mean": 1, "seq-mean-token-sum": tokens / max(used, 1)}
+    assert sums.keys() == set(batching.AGGREGATIONS)
+    for agg, total in sums.items():
         weights = torch.cat([batching.token_weights(part, agg, tokens, used) for part in parts])
-        assert weights.sum() == pytest.approx(1.0 if tokens else 0.0)
+        assert weights.sum() == pytest.approx(total if tokens else 0.0)
         assert (weights[~whole.values] == 0).all()
 
 
 def test_weights_by_hand() -> None:
     mask = Ragged.from_lists([[True, False, True], [], [True]], torch.bool)
-    assert batching.token_weights(mask, "token-mean", 6, 4).tolist() == pytest.approx([1 / 6, 0, 1 / 6, 1 / 6])
+    assert batching.token_weights(mask, "token-mean", 6, 4).tolist() == pytest.approx(
+        [1 / 6, 0, 1 / 6, 1 / 6]
+    )
     per_row = batching.token_weights(mask, "seq-mean-token-mean", 6, 4)
     assert per_row.tolist() == pytest.approx([1 / 8, 0, 1 / 8, 1 / 4])
+    per_token = batching.token_weights(mask, "seq-mean-token-sum", 6, 4)
+    assert per_token.tolist() == pytest.approx([1 / 4, 0, 1 / 4, 1 / 4])
     with pytest.raises(ValueError, match="agg=mean is not one of token-mean, seq-mean-token-mean"):
         batching.token_weights(mask, "mean", 6, 4)

@@ -62,7 +62,12 @@ def oracle(head: str) -> dict[str, Any]:
         for part in filter(None, MINI_BATCHES):
             facts.append(model.step(select_rows(rows, torch.tensor(part)), LOSSES[head], AGGS[head]))
     last = model.column(updates()[0])
-    return {"first": first, "facts": facts, "last": last, "weights": {k: v.detach() for k, v in model.names.items()}}
+    return {
+        "first": first,
+        "facts": facts,
+        "last": last,
+        "weights": {k: v.detach() for k, v in model.names.items()},
+    }
 
 
 def train_and_tell(head: str, **changes: Any) -> dict[str, Any]:
@@ -87,8 +92,12 @@ def assert_close(found: Any, expected: Any, bound: float = BOUND) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[int, list[dict[str, Any]]]:
-    """Results of each rank, at each number of ranks; gathered weights freed after use at 2, kept otherwise."""
-    return {ranks: run_ranks(ranks, functools.partial(both_heads, reshard_after_forward=ranks == 2)) for ranks in DEAL}
+    """Results of each rank, at each number of ranks; gathered weights freed after use at 2, kept
+    otherwise."""
+    return {
+        ranks: run_ranks(ranks, functools.partial(both_heads, reshard_after_forward=ranks == 2))
+        for ranks in DEAL
+    }
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -212,7 +221,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.parametrize("ranks", DEAL)
-def test_training_goes_on_from_a_checkpoint_of_two_ranks(saved: tuple[Path, dict[str, Any]], ranks: int) -> None:
+def test_training_goes_on_from_a_checkpoint_of_two_ranks(
+    saved: tuple[Path, dict[str, Any]], ranks: int
+) -> None:
     folder, before = saved
     for after in run_ranks(ranks, load_and_go_on, folder):
         assert after["loaded"] == before["saved"]
@@ -234,9 +245,14 @@ def load_as(folder: Path, **changes: Any) -> str:
 def test_what_cannot_be_loaded_is_named(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = saved
     assert "holds no checkpoint" in run_ranks(1, load_as, tmp_path)[0]
-    assert "shape [64, 32], this model [96, 32]" in run_ranks(1, functools.partial(load_as, vocab_size=96), folder)[0]
+    assert (
+        "shape [64, 32], this model [96, 32]"
+        in run_ranks(1, functools.partial(load_as, vocab_size=96), folder)[0]
+    )
     assert "has no model/model.layers.2" in run_ranks(1, functools.partial(load_as, layers=3), folder)[0]
-    (tmp_path / "00000-of-00002.safetensors").write_bytes((folder / "00000-of-00002.safetensors").read_bytes())
+    (tmp_path / "00000-of-00002.safetensors").write_bytes(
+        (folder / "00000-of-00002.safetensors").read_bytes()
+    )
     assert "00001-of-00002.safetensors" in run_ranks(1, load_as, tmp_path)[0]
 
 
@@ -266,6 +282,26 @@ def test_nan_stops_all_ranks_before_the_step() -> None:
     for message, untouched, masked_is_fine in run_ranks(2, train_on_nan):
         assert message == "mini-batch 3 of update 0: loss is nan; no step was taken"
         assert untouched and masked_is_fine
+
+
+def steep(log_probs: torch.Tensor, rows: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Finite, but its slope at 0 is not."""
+    return (log_probs * 0).sqrt(), {}
+
+
+def train_on_infinite_slope() -> str:
+    engine = make("lm")
+    part, mini_batches = dealt(batch(11))
+    before = engine.weights_digest()
+    with pytest.raises(FloatingPointError) as caught:
+        engine.train(part, mini_batches, steep)
+    assert engine.weights_digest() == before and engine.version == 0
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_not_finite_is_named() -> None:
+    message = "mini-batch 0 of update 0: grad_norm is nan; no step was taken"
+    assert run_ranks(2, train_on_infinite_slope) == [message, message]
 
 
 def against_reference(dtype: str) -> dict[str, Any]:
@@ -329,11 +365,13 @@ def test_a_folder_that_does_not_fit_the_head_is_refused() -> None:
     assert "has no weights for score.weight" in run_ranks(1, construct, tiny(), "score")[0]
 
 
-def test_a_vocabulary_wider_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("release", [True, False])
+def test_a_batch_wider_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch, release: bool) -> None:
     monkeypatch.setattr("hpcflow.engines.token_model.LOGIT_CHUNK", 64 * 3)  # forked ranks inherit it
-    told = run_ranks(1, functools.partial(train_and_tell, "lm", micro_batch=64))[0]
-    for name, tensor in told["weights"].items():
-        assert_close(tensor, oracle("lm")["weights"][name], 1e-5)
+    train = functools.partial(train_and_tell, "lm", micro_batch=64, reshard_after_forward=release)
+    for told in run_ranks(2, train):
+        for name, tensor in told["weights"].items():
+            assert_close(tensor, oracle("lm")["weights"][name], 1e-5)
 
 
 def score_rows(path: str) -> torch.Tensor:
@@ -354,5 +392,3 @@ def test_scores_are_the_classifiers_logits_at_the_last_token() -> None:
         for rank, scores in enumerate(run_ranks(ranks, score_rows, path)):
             assert scores.dtype == torch.float32
             assert_close(scores, torch.tensor([expected[row] for row in DEAL[ranks][rank]]), 1e-5)
-
-

@@ -33,7 +33,9 @@ BOUND = 1e-4
 @pytest.fixture(scope="module")
 def path() -> str:
     # heads of 32: vLLM on CPUs has no smaller ones; std such that neither one token nor all are likely
-    recipe = f"random:llama?vocab_size={VOCAB}&hidden_size=128&layers=2&heads=4&kv_heads=2&std=0.12&vocab=words"
+    recipe = (
+        f"random:llama?vocab_size={VOCAB}&hidden_size=128&layers=2&heads=4&kv_heads=2&std=0.12&vocab=words"
+    )
     return str(resolve_model(recipe))
 
 
@@ -104,8 +106,10 @@ def one_rank(name: str, path: str, folder: Path) -> dict[str, Any]:
     found["again"] = told(engine.generate(prompts(), seeds(), SAMPLING))
     found["reversed"] = told(engine.generate(prompts()[::-1], seeds()[::-1], SAMPLING))[::-1]
     pairs = list(zip(prompts(), seeds(), strict=True))
-    pieces = [pairs[i : i + 3] for i in range(0, 20, 3)]
-    found["pieces"] = [row for p in pieces for row in told(engine.generate(*map(list, zip(*p)), SAMPLING))]
+    found["pieces"] = []
+    for begin in range(0, 20, 3):
+        asked, drawn = map(list, zip(*pairs[begin : begin + 3], strict=True))
+        found["pieces"] += told(engine.generate(asked, drawn, SAMPLING))
     found["other seeds"] = told(engine.generate(prompts(), seeds()[::-1], SAMPLING))
     found["greedy"] = told(engine.generate(prompts(), seeds(), SAMPLING, greedy=True))
     found["nothing"] = told(engine.generate([], [], SAMPLING))
@@ -115,7 +119,7 @@ def one_rank(name: str, path: str, folder: Path) -> dict[str, Any]:
     trained = trainer(path, optimizer=Optimizer(lr=1e-2, eps=1e-4))
     found["gap"] = gap(everything, prompts(), trained)
     found["gap at 0.7"] = gap(tempered, prompts(), trainer(path, temperature=0.7))
-    word = "t%d" % found["greedy"][0][0][3]
+    word = f"t{found['greedy'][0][0][3]}"
     stopping = Sampling(max_tokens=12, stop=[word])
     found["stopped"], found["word"] = told(engine.generate(prompts(), seeds(), stopping, greedy=True)), word
     found["refused"] = []
@@ -220,7 +224,9 @@ def test_responses_end_with_the_end_token_or_are_truncated(found: dict, name: st
 @pytest.mark.parametrize("name", ["vllm", "plain"])
 def test_stop_texts_end_a_response(found: dict, name: str) -> None:
     token = int(found[name]["word"][1:])
-    for (tokens, _, cut), (free, _, free_cut) in zip(found[name]["stopped"], found[name]["greedy"], strict=True):
+    for (tokens, _, cut), (free, _, free_cut) in zip(
+        found[name]["stopped"], found[name]["greedy"], strict=True
+    ):
         if token in free:
             assert tokens == free[: free.index(token) + 1] and not cut
         else:
@@ -229,13 +235,16 @@ def test_stop_texts_end_a_response(found: dict, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "plain"])
-def test_narrow_sampling_draws_from_and_reports_the_narrow_distribution(found: dict, path: str, name: str) -> None:
+def test_narrow_sampling_draws_from_and_reports_the_narrow_distribution(
+    found: dict, path: str, name: str
+) -> None:
     told = run_ranks(1, narrowed, path, found[name]["narrow"])[0]
     assert told < BOUND
 
 
 def narrowed(path: str, told: list) -> float:
-    """Largest difference between the log-probs of narrow samples and those of the model's distribution, narrowed."""
+    """Largest difference between the log-probs of narrow samples and those of the model's distribution,
+    narrowed."""
     from transformers import AutoModelForCausalLM
 
     model, worst = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0.0
@@ -325,7 +334,11 @@ def test_one_engine_over_two_ranks_then_two_engines(found: dict, path: str) -> N
 
 def refusals(path: str) -> list[str]:
     messages = []
-    for name, changes in (("vllm", {"max_model_len": 41}), ("plain", {"max_model_len": 41}), ("vllm", {"tensor_parallel": 3})):
+    for name, changes in (
+        ("vllm", {"max_model_len": 41}),
+        ("plain", {"max_model_len": 41}),
+        ("vllm", {"tensor_parallel": 3}),
+    ):
         with pytest.raises(ValueError) as caught:
             make(name, path, **changes)
         messages.append(str(caught.value))
@@ -336,9 +349,13 @@ def refusals(path: str) -> list[str]:
 
 def test_keys_that_do_not_fit_each_other_are_named(path: str) -> None:
     lengths, same, ranks, plain = run_ranks(1, refusals, path)[0]
-    assert lengths == same == (
-        "data.max_prompt_tokens=30 + algorithm.sampling.max_tokens=12 > protocol.generation.max_model_len=41; "
-        "max_model_len=42 works"
+    assert (
+        lengths
+        == same
+        == (
+            "data.max_prompt_tokens=30 + algorithm.sampling.max_tokens=12 > "
+            "protocol.generation.max_model_len=41; max_model_len=42 works"
+        )
     )
     assert ranks == "protocol.generation.tensor_parallel=3 does not divide the pool's 1 ranks; 1 works"
     assert "tensor_parallel=1 or engine=vllm works" in plain
