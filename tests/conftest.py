@@ -12,6 +12,10 @@ from tests import worlds
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: real models or minutes; run by `bash tools/test.sh --all` only")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fork_servers() -> Iterator[None]:
     """Ends the fork servers that the session started."""

@@ -47,7 +47,7 @@ up_to_date() { [[ -f $venv/stamp && -x $python ]] && "$python" -c '' 2>/dev/null
 # The last lines of a failed pip or uv, as one line that says what to do.
 explain() {
     if grep -qE 'No space left' "$log"; then die "the disk is full; free space in $root and run again"
-    elif grep -qiE 'name resolution|NewConnection|ConnectTimeout|unreachable|Max retries|ProxyError|connection (refused|broken)|failed to fetch|dns error' "$log"
+    elif grep -qiE 'name resolution|NewConnection|ConnectTimeout|unreachable|Max retries|ProxyError|connection (refused|broken)|failed to fetch|dns error|from versions: none' "$log"
     then die "no network: the package index could not be reached. Run again when it can; what is there is kept ($log)"
     else die "$1 failed: $(grep -iE '^ *(error|×|  ╰)|not find' "$log" | tail -1 | cut -c1-300 || true) ($log)"; fi
 }
@@ -99,7 +99,7 @@ install_packages() {
     torch=$(grep '^torch==' "$lock")
     if pip install --dry-run --no-deps "$torch"; then   # the index that pip uses has this build
         pip install --no-deps -r "$lock" || explain "installing $lock"
-    elif grep -qiE 'connection|name resolution|unreachable' "$log"; then
+    elif grep -qiE 'connection|name resolution|unreachable|from versions: none' "$log"; then
         explain "looking for $torch"
     else                                    # uv knows where PyTorch's CPU builds are
         uv --torch-backend=cpu --no-deps -r "$lock" || explain "installing $lock"
