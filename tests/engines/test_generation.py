@@ -20,7 +20,7 @@ from hpcflow.data.models import resolve_model
 from hpcflow.engines import generation_engine, isolation, training_engine
 from hpcflow.engines.fsdp import FSDPEngine
 from hpcflow.engines.generation import Generated
-from hpcflow.engines.plain import PlainEngine, truncate
+from hpcflow.engines.plain import PlainEngine, _Row, truncate
 from tests.engines.batches import policy_loss, protocol
 from tests.engines.ranks import run_ranks
 
@@ -266,6 +266,13 @@ def test_truncate_by_hand() -> None:
     assert kept(0, 0.41) == [True, True, False, False]
     assert kept(2, 0.6) == [True, True, False, False]  # 0.4 / 0.7 < 0.6
     assert kept(9, 0.01) == [True, False, False, False]
+
+
+def test_the_plain_engine_draws_each_token_as_often_as_it_is_likely() -> None:
+    likely = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    rows = [_Row([1], seed) for seed in range(4000)]
+    drawn = PlainEngine._draw(likely.log().expand(4000, 5), rows).bincount(minlength=5) / 4000
+    assert ((drawn - likely).abs() <= 4 * (likely * (1 - likely) / 4000).sqrt()).all()
 
 
 @pytest.mark.parametrize("name", ["vllm", "plain"])
