@@ -170,6 +170,17 @@ class Run:
 
         return torch.cat([torch.empty(0, dtype=torch.int64), *self._scan(pick)])
 
+    def damage(self) -> dict[str, str]:
+        """{path inside the run, commit: what is wrong} of iteration files, after reading every byte of them."""
+        self._commits()
+        wrong = dict(self._bad_files)
+        for sequence, (_, segment) in sorted(self._owners.items()):
+            try:
+                self._read(sequence, schema.verify)
+            except Unreadable as error:
+                wrong[f"iterations/{segment.name}, commit {sequence}"] = str(error)
+        return wrong
+
     def _document(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         """A config-like file of the run; {} when it is missing or broken."""
         try:

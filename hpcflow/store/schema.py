@@ -5,13 +5,14 @@ plain HDF5, readable by h5py, h5dump or anything else:
 
     /                      attributes format="hpcflow iterations", schema=1
     /index                 int64 [n, 2]: (sequence, iteration) of each commit in the file, by sequence
-    /<sequence, 9 digits>  one commit
+    /<sequence, 9 digits>  one commit; attribute blake2b: hex digest of its content (`content_digest`)
         ids                int64 [rows], the sample ids, in the order of all rows below
         columns/<name>     dense: [rows, ...]; ragged: the values of all rows, concatenated
         lengths/<name>     int64 [rows]; present for ragged columns only
         facts              uint8, UTF-8 JSON (NaN and Infinity written as Python does):
             iteration, sequence, time (unix s), samples
             stamps         {column: [iteration, model, weight version]} of what computed the column
+            places         {column: the call of the iteration that made it, e.g. "critic.compute_values#1"}
             metrics        {name: float}; those of `hpcflow.store.summary` are computed from the columns
             versions       {model: weight version after this iteration}
             nodes          [{call, model, method, ranks, start, end, busy: {rank: s}, bytes, spans}]
@@ -27,6 +28,7 @@ from k on are superseded. They stay on disk, but no longer count.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +77,7 @@ def encode(sequence: int, facts: dict[str, Any], ids: torch.Tensor, columns: Col
         group["facts"] = np.frombuffer(text, dtype=np.uint8)
         for name, column in columns.items():
             _put(group, name, column)
+        group.attrs["blake2b"] = content_digest(group)
         file.flush()
         return file.id.get_file_image()
 
@@ -84,6 +87,25 @@ def start_file(file: h5py.File, index: list[tuple[int, int]]) -> None:
     file.attrs["format"] = FORMAT
     file.attrs["schema"] = SCHEMA_VERSION
     file["index"] = np.array(index, dtype=np.int64).reshape(-1, 2)
+
+
+def content_digest(group: h5py.Group) -> str:
+    """Digest of names, types, shapes and bytes of everything in a commit, independent of how HDF5 stores it."""
+    names: list[str] = []
+    group.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(names):
+        values = group[name][()]
+        digest.update(json.dumps([name, str(values.dtype), list(values.shape)]).encode())
+        digest.update(np.ascontiguousarray(values).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def verify(group: h5py.Group) -> None:
+    """`Unreadable`, with both digests, unless the content of a commit is what was written."""
+    written, found = group.attrs["blake2b"], content_digest(group)
+    if found != written:
+        raise Unreadable(f"damaged: its content has digest {found}, written was {written}")
 
 
 def _put(group: h5py.Group, name: str, column: Column) -> None:
@@ -129,6 +151,8 @@ def opened(path: Path) -> Iterator[h5py.File]:
     except PermissionError as error:
         raise Unreadable("no permission to read it") from error
     except (OSError, KeyError, RuntimeError) as error:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} has just been merged into another file") from error  # while HDF5 opened it
         if "signature not found" in str(error):
             raise Unreadable("foreign or empty: not an HDF5 file") from error
         truncated = "truncated" in str(error)

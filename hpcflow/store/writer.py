@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,13 @@ import torch
 from hpcflow.data.columns import Columns, select_rows
 from hpcflow.data.ids import digest
 from hpcflow.store import schema
+from hpcflow.store.drafts import Drafts, Recording
 from hpcflow.store.durable import append_line, fsync_folder, require_space, write_atomic
+from hpcflow.store.reader import open_run
 from hpcflow.store.segments import REWINDS, Segment, Segments, live_commits, read_rewinds
 from hpcflow.store.summary import count_tokens, summarise
 
 Stamp = tuple[int, str, int]
-
-
-@dataclass
-class _Pending:
-    """What was recorded of an iteration so far."""
-
-    ids: torch.Tensor
-    columns: Columns
-    stamps: dict[str, Stamp]
 
 
 class RunWriter:
@@ -49,38 +41,86 @@ class RunWriter:
         except BaseException:
             self.close()
             raise
-        self._live = set(live_commits(self._segments.owners, read_rewinds(self.folder)))
-        self._pending: dict[int, _Pending] = {}
+        self._live = live_commits(self._segments.owners, read_rewinds(self.folder))
+        self._pending: dict[int, Recording] = {}
+        self.drafts = Drafts(self.run)
+        self.drafts.clear(0, max(self._live, default=-1))  # of what was committed, then killed before this
 
     @property
     def iterations(self) -> list[int]:
         """The committed iterations that count, sorted."""
         return sorted(self._live)
 
-    def record(self, iteration: int, ids: torch.Tensor, columns: Columns, stamps: dict[str, Stamp]) -> None:
+    def sequence_of(self, iteration: int) -> int:
+        """Sequence of a committed iteration's commit."""
+        return self._live[iteration]
+
+    def record(
+        self,
+        iteration: int,
+        ids: torch.Tensor,
+        columns: Columns,
+        stamps: dict[str, Stamp],
+        *,
+        places: dict[str, str] | None = None,
+        draft: bool = False,
+        restart: bool = False,
+    ) -> None:
         """Buffer columns of an iteration; several calls add up. Tensors must stay as they are until `commit`.
 
         ids      int64 [rows]: the samples of the rows; the same samples in each call, in any order
-        columns  each with these rows; each name once per iteration
+        columns  each with these rows; a later one of the same name takes the place of an earlier one
         stamps   for each column what computed it: (iteration, model, weight version)
+        places   for each column which call of the iteration made it
+        draft    also make them durable at once, see `recover`
+        restart  these are other samples than those recorded of the iteration so far, which no longer count
 
-        ValueError, with what is known and what came, when samples differ or a column comes twice.
+        ValueError, with what is known and what came, when samples differ or a column of the same call comes twice.
         """
         assert set(stamps) == set(columns), f"stamps {sorted(stamps)} for columns {sorted(columns)}"
         assert all(len(column) == len(ids) for column in columns.values()), "columns and ids differ in length"
         assert all(name and "/" not in name and name != "." for name in columns), f"names {sorted(columns)}"
+        places = places or {}
+        if restart:
+            self._pending.pop(iteration, None)
+            self.drafts.clear(iteration, iteration)
         pending = self._pending.get(iteration)
         if pending is None:
             if len(ids.unique()) != len(ids):
                 distinct = len(ids.unique())
                 raise ValueError(f"iteration {iteration}: {len(ids)} rows, but {distinct} sample ids")
-            pending = self._pending[iteration] = _Pending(ids.cpu().contiguous(), {}, {})
-        twice = sorted(set(columns) & set(pending.columns))
+            pending = self._pending[iteration] = Recording(ids.cpu().contiguous(), {}, {}, {})
+        known = set(columns) & set(pending.columns)
+        twice = sorted(name for name in known if places.get(name) == pending.places.get(name))
         if twice:
             seen, came = pending.stamps[twice[0]], stamps[twice[0]]
             raise ValueError(f"iteration {iteration}: column {twice[0]!r} recorded twice, {seen} and {came}")
-        pending.columns |= _aligned(iteration, pending.ids, ids.cpu(), columns)
-        pending.stamps |= stamps
+        columns = _aligned(iteration, pending.ids, ids.cpu(), columns)
+        if draft:
+            self.drafts.write(iteration, Recording(pending.ids, columns, stamps, places))
+        pending.take(columns, stamps, places)
+
+    def recover(self, iteration: int) -> dict[str, Stamp]:
+        """Take up what an earlier process recorded as drafts of an iteration that is not committed.
+
+        Returns the stamps of its columns, which count as recorded now; `recorded` gives them.
+        """
+        assert iteration not in self._live and iteration not in self._pending
+        recordings = self.drafts.load(iteration)
+        self.drafts.trim(iteration, len(recordings))  # what could not be read is computed again
+        for found in recordings:
+            pending = self._pending.setdefault(iteration, Recording(found.ids, {}, {}, {}))
+            pending.take(found.columns, found.stamps, found.places)
+        return dict(self._pending[iteration].stamps) if iteration in self._pending else {}
+
+    def recorded(self, iteration: int) -> Recording:
+        """All that is recorded of an iteration, committed or not. ValueError when nothing is."""
+        if iteration in self._pending:
+            return self._pending[iteration]
+        if iteration not in self._live:
+            raise ValueError(f"nothing is recorded of iteration {iteration} in {self.run}")
+        found = open_run(self.run).iteration(iteration)
+        return Recording(found.ids, dict(found.columns), found.stamps, found.facts["places"])
 
     def commit(self, iteration: int, facts: dict[str, Any]) -> dict[str, float]:
         """Make what was recorded of ``iteration`` and ``facts`` (see `schema`) durable; returns its metrics.
@@ -94,12 +134,13 @@ class RunWriter:
             )
         pending = self._pending.get(iteration)
         if pending is None:
-            pending = _Pending(torch.empty(0, dtype=torch.int64), {}, {})
+            pending = Recording(torch.empty(0, dtype=torch.int64), {}, {}, {})
         sequence = self._segments.next_sequence
         facts = {"tokens": count_tokens(pending.columns)} | facts
         metrics = facts.get("metrics", {}) | summarise(pending.columns, facts)
         own = {"iteration": iteration, "sequence": sequence, "time": time.time()}
-        own |= {"metrics": metrics, "stamps": pending.stamps, "samples": len(pending.ids)}
+        own |= {"metrics": metrics, "stamps": pending.stamps, "places": pending.places}
+        own |= {"samples": len(pending.ids)}
         image = schema.encode(sequence, facts | own, pending.ids, pending.columns)
         require_space(self.folder, len(image), f"iteration {iteration}")
         segment = Segment(sequence, sequence, 0)
@@ -107,8 +148,9 @@ class RunWriter:
         assert not path.exists(), f"{path} exists"
         write_atomic(path, image)
         self._segments.add(segment, iteration)
-        self._live.add(iteration)
+        self._live[iteration] = sequence
         self._pending.pop(iteration, None)
+        self.drafts.clear(iteration, iteration)
         self._segments.compact()
         return metrics
 
@@ -118,11 +160,12 @@ class RunWriter:
         Their files stay, so nothing that was paid for is lost, but readers leave them out from now on.
         """
         self._pending.clear()
+        self.drafts.clear(iteration)
         gone = sorted(i for i in self._live if i >= iteration)
         if gone:
             entry = {"sequence": self._segments.next_sequence, "iteration": iteration, "time": time.time()}
             append_line(self.folder / REWINDS, entry)
-            self._live -= set(gone)
+            self._live = {i: sequence for i, sequence in self._live.items() if i < iteration}
         return gone
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from hpcflow import store
-from hpcflow.store.checkpoint import CheckpointDir
+from hpcflow.store.checkpoint import CheckpointDir, file_digest
 
 
 def save(checkpoints: CheckpointDir, iteration: int) -> store.Checkpoint:
@@ -34,11 +34,11 @@ def test_the_last_one_counts_in_number_order(tmp_path, checkpoints):
         saved = save(checkpoints, iteration)
         assert saved.folder == tmp_path / f"checkpoints/iteration_{iteration}"
     assert [checkpoint.iteration for checkpoint in checkpoints.complete()] == [2, 9, 10]
-    iteration, folder, meta = store.latest(tmp_path)
+    iteration, folder, meta, _ = store.latest(tmp_path)
     assert (iteration, meta) == (10, {"versions": {"actor": 10}, "data_position": 320})
     assert (folder / "actor/0.distcp").read_bytes() == bytes([10]) * 100
     content = json.loads((folder / "complete.json").read_text())
-    assert content["files"] == {"actor/0.distcp": 100, "rng.json": 2}
+    assert {name: size for name, (size, _) in content["files"].items()} == {"actor/0.distcp": 100, "rng.json": 2}
 
 
 def test_what_does_not_count_is_named(tmp_path, checkpoints):
@@ -97,6 +97,40 @@ def test_retention_counts_complete_ones_only(tmp_path, checkpoints):
     assert checkpoints.retain(1) == [] and checkpoints.latest().iteration == 3
     with pytest.raises(AssertionError, match="never deleted"):
         checkpoints.retain(0)
+
+
+def test_changed_bytes_of_the_same_size_are_found_and_both_digests_named(checkpoints):
+    saved = save(checkpoints, 1)
+    assert saved.damage() == {} == checkpoints.latest().damage()
+    (saved.folder / "actor/0.distcp").write_bytes(bytes([1]) * 99 + b"x")
+    found = checkpoints.latest().damage()
+    assert list(found) == ["actor/0.distcp"]
+    assert file_digest(saved.folder / "actor/0.distcp") in found["actor/0.distcp"]
+    assert saved.files["actor/0.distcp"][1] in found["actor/0.distcp"]
+
+
+def test_digests_of_writers_are_taken_over(checkpoints):
+    (checkpoints.begin(0) / "big").write_bytes(b"abc")
+    assert checkpoints.finish(0, {}, digests={"big": "said by its writer"}).files == {"big": (3, "said by its writer")}
+
+
+def test_checkpoints_beyond_a_branch_point_do_not_count(tmp_path, checkpoints):
+    def committed(iteration: int, sequence: int) -> store.Checkpoint:
+        (checkpoints.begin(iteration) / "x").write_bytes(b"x")
+        return checkpoints.finish(iteration, {"sequence": sequence}, commit=sequence)
+
+    for iteration in range(4):
+        committed(iteration, iteration)
+    (tmp_path / "iterations").mkdir()
+    store.append_line(tmp_path / "iterations/rewinds.jsonl", {"sequence": 4, "iteration": 2})
+    assert checkpoints.latest().iteration == 1
+    assert {name: why[:10] for name, why in checkpoints.skipped.items()} == {
+        "iteration_2": "superseded", "iteration_3": "superseded"
+    }
+    again = committed(2, 4)
+    assert again.folder.name == "iteration_2.1" and checkpoints.latest() == again
+    checkpoints.retain(2)
+    assert sorted(os.listdir(checkpoints.folder)) == ["iteration_1", "iteration_2.1"]
 
 
 class Killed(BaseException):
