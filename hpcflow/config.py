@@ -209,16 +209,83 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Component:
+    """Nodes of one kind in a Slurm job. Components hold consecutive ranks, in their order, whatever the pools."""
+
+    ranks: int | None = option(None, low=1)
+    """Worker ranks; null (once) = all that the other components leave."""
+    ranks_per_node: int = option(1, low=1)
+    gpus: int = option(0, low=0)
+    """Of each rank."""
+    cpus: int = option(1, low=1)
+    """Of each rank."""
+    memory_gib: int = option(0, low=0)
+    """Of each rank; 0 = all memory of the nodes."""
+    partition: str | None = option(None)
+    """null = slurm.partition."""
+    constraint: str | None = option(None)
+    flags: dict[str, Any] = option({})
+    """Further options of sbatch, e.g. {exclusive: true}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """The image in which ranks run; the launch itself stays outside, where srun is."""
+
+    runtime: str = option(among=("apptainer", "pyxis"))
+    image: str = option()
+    mounts: list[str] = option([])
+    """SOURCE:TARGET; code, models, data and runs must be seen under the paths that they have outside."""
+    python: str = option("python3")
+    """The interpreter inside the image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """How a job is submitted and how it lives. What is null is left to the site's defaults."""
+
+    account: str | None = option(None)
+    partition: str | None = option(None)
+    qos: str | None = option(None)
+    reservation: str | None = option(None)
+    time: str = option("01:00:00")
+    """Limit of the job, as sbatch takes it: [days-]hours:minutes:seconds, or minutes."""
+    signal_s: int = option(120, low=1, high=65535)
+    """Seconds before the limit at which the job is told to stop; it stops earlier by itself when no iteration fits."""
+    heterogeneous: bool = option(True)
+    """false, for sites without heterogeneous steps: one component, like the first one of the workers."""
+    mpi: str = option("pmi2", among=("pmi2", "pmix", "cray_shasta", "none"))
+    """How srun and the MPI library find each other (srun --mpi)."""
+    requeue: bool = option(True)
+    """Queue again, to go on, after the time limit, a preemption or the loss of a node."""
+    relaunches: int = option(1, low=0)
+    """Launches inside the allocation, one after another, that may fail without a new iteration."""
+    setup: list[str] = option([])
+    """Shell lines at the start of the job, e.g. "module load cuda"."""
+    container: Container | None = option(None)
+    srun_flags: list[str] = option([])
+    flags: dict[str, Any] = option({})
+    """Further options of sbatch, for every component."""
+    head: Component = option(Component(ranks=2, ranks_per_node=2, memory_gib=2))
+    """Controller and recorder."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines, as far as the launch needs to know."""
+    """The machines, as far as launch and submission need to know."""
 
     launcher: str = option("auto", among=("auto", "mpiexec", "srun"))
     """auto = srun inside a Slurm allocation, else mpiexec."""
     threads_per_rank: int = option(1, low=1)
     memory_gib: float = option(0.0, low=0.0)
     """Memory of one node; 0 = as the machine says."""
+    gpu_memory_gib: float = option(80.0, above=0.0)
+    """Of each GPU that a component asks for."""
     env: dict[str, str] = option({})
     """Environment variables of every rank."""
+    components: dict[str, Component] = option({})
+    """Of a Slurm job, beside the head."""
+    slurm: Slurm = option(Slurm())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from hpcflow.dataflow.assemble import GENERATES, RECORDER, assemble
 from hpcflow.dataflow.batch import Batch
 from hpcflow.dataflow.group import WorkerGroup
 from hpcflow.dataflow.progress import Progress
+from hpcflow.dataflow.stopping import Stopping
 from hpcflow.dataflow.trace import Node, idle_seconds
 from hpcflow.dataflow.world import World
-from hpcflow.mpi.controller import Interrupted
 from hpcflow.store.checkpoint import CheckpointDir
 
 
@@ -36,7 +36,8 @@ class Session:
         self.worker_pools = {name: ranks for name, ranks in pools.items() if name != RECORDER}
         self.progress = Progress(config.iterations, self.world.trace.running)
         flush = self.world.controller.on_turn
-        self.world.controller.on_turn = lambda: (flush(), self.progress.tick())
+        self.stopping = Stopping(lambda: self.world.controller.signals, self.progress.say)
+        self.world.controller.on_turn = lambda: (flush(), self.progress.tick(), self.stopping.tick())
         self._recorded: set[str] = set()
 
     # -- the run
@@ -52,8 +53,11 @@ class Session:
             self._iterate(iteration)
             every = self.config.run.checkpoint_every
             last = iteration == self.config.iterations - 1
-            if last or (every and (iteration + 1) % every == 0):
+            stop = None if last else self.stopping.due()
+            if last or stop or (every and (iteration + 1) % every == 0):
                 self._checkpoint(iteration)
+            if stop:
+                raise stop
         if self.config.run.eval and first < self.config.iterations:
             self._evaluate("after", self.config.iterations)
         self.world.close()
@@ -67,10 +71,10 @@ class Session:
         resolve(self.config.algorithm.function)(self.world.models, prompts)
         del prompts
         self.world.drain()
-        self._check_signals()
         facts = self._facts(self.world.trace.take(), start, time.time())
         metrics = self.recorder.commit(iteration=iteration, facts=facts).get()[0]
         self.progress.end(metrics)
+        self.stopping.took(time.time() - start)
 
     def _prompts(self, source: str, start: int, count: int, draws: int) -> Batch:
         return self._generator().load_prompts(
@@ -79,10 +83,6 @@ class Session:
 
     def _generator(self) -> WorkerGroup:
         return next(group for group in self.groups.values() if GENERATES in group.primitives)
-
-    def _check_signals(self) -> None:
-        if self.world.controller.signals:
-            raise Interrupted(f"stopped by signal {self.world.controller.signals[0]} after the last committed iteration")
 
     # -- recording
 
@@ -145,7 +145,7 @@ class Session:
 
     def _checkpoint(self, iteration: int) -> None:
         """Weights, optimizers, random states and the data position after this iteration."""
-        trained = self._trained()
+        trained, start = self._trained(), time.time()
         sizes = [sum(bytes_of.values()) for g in trained.values() for bytes_of in g.memory().get()]
         needed = math.ceil(1.05 * sum(sizes)) + (1 << 20)
         folder = self.recorder.begin_checkpoint(iteration=iteration, needed=needed).get()[0]
@@ -157,6 +157,7 @@ class Session:
         }
         self.recorder.finish_checkpoint(iteration=iteration, meta=meta, keep=self.config.run.keep).wait()
         self.world.drain()
+        self.stopping.checkpoint_s = time.time() - start
         self.world.trace.take()
 
     def _resume(self) -> int:

@@ -44,10 +44,6 @@ class WorkerError(RuntimeError):
     """A rank raised, died or hangs; the message names model, method, rank, age and traceback."""
 
 
-class Interrupted(RuntimeError):
-    """A signal asked the run to stop."""
-
-
 class Controller:
     """Rank 0. ``watchdog`` is the number of seconds that one call may run or wait on a rank."""
 

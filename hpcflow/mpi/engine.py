@@ -26,7 +26,7 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False  # a rank that raises must not sit in MPI_Finalize
 from mpi4py import MPI  # noqa: E402
 
-from hpcflow.mpi import wire  # noqa: E402
+from hpcflow.mpi import preflight, wire  # noqa: E402
 from hpcflow.mpi.messages import Lost, Signal, Spread  # noqa: E402
 from hpcflow.mpi.routes import Routes  # noqa: E402
 
@@ -59,6 +59,7 @@ class Engine:
     def __init__(self, spread: Spread | None, signals: socket.socket) -> None:
         MPI.Init_thread(MPI.THREAD_FUNNELED)
         world = MPI.COMM_WORLD
+        preflight.check_world(world.size)
         world.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = world.rank, world.size
         self.spread: Spread = world.bcast(spread, 0)

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from hpcflow.config import Slurm
+
 GUARD = Path(__file__).with_name("guard.py")
 LAUNCHERS = ("auto", "mpiexec", "srun")
 
@@ -118,29 +120,68 @@ def mpiexec_path() -> str:
     return path
 
 
-def launcher_command(launcher: str, world_size: int) -> list[str]:
-    """The first words of the command line that starts ``world_size`` ranks on the machines at hand.
+def chosen_launcher(launcher: str) -> str:
+    """``mpiexec`` or ``srun``; ``auto`` is srun inside a Slurm allocation that is not already a job step.
 
-    ``auto`` takes srun inside a Slurm allocation that is not already a job step, else mpiexec. ValueError for
-    another name.
+    ValueError for another name.
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"cluster.launcher={launcher!r} is not one of {', '.join(LAUNCHERS)}")
-    if launcher == "auto":
-        in_allocation = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
-        launcher = "srun" if in_allocation and shutil.which("srun") else "mpiexec"
-    if launcher == "srun":
-        # --overcommit: controller and recorder hardly compute and need no core of their own.
-        return [
-            "srun",
-            "--mpi=pmi2",
-            "--kill-on-bad-exit=1",
-            "--wait=60",
-            "--overcommit",
-            f"--ntasks={world_size}",
-        ]
+    if launcher != "auto":
+        return launcher
+    in_allocation = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
+    return "srun" if in_allocation and shutil.which("srun") else "mpiexec"
+
+
+def launcher_command(launcher: str, world_size: int, slurm: Slurm | None = None) -> list[str]:
+    """The first words of the command line that starts ``world_size`` ranks on the machines at hand.
+
+    Inside a heterogeneous job it is one srun over all components, whose ranks form one MPI world. ValueError for
+    an unknown launcher, and when the components have another number of tasks than the world has ranks.
+    """
+    if chosen_launcher(launcher) == "srun":
+        slurm = slurm or Slurm()
+        words = ["srun", f"--mpi={slurm.mpi}", "--kill-on-bad-exit=1", "--wait=60", *slurm.srun_flags]
+        tasks = component_tasks()
+        if len(tasks) < 2:
+            # Ranks that hardly compute (controller, recorder) may share cores where the allocation has too few.
+            return [*words, *(["--overcommit"] if sum(tasks) < world_size else []), f"--ntasks={world_size}"]
+        if sum(tasks) != world_size:
+            raise ValueError(
+                f"the components of this job have {' + '.join(map(str, tasks))} = {sum(tasks)} tasks, placement and "
+                f"config need {world_size} ranks; submit it with `hpcflow submit`, which asks for what is needed"
+            )
+        return [*words, f"--het-group=0-{len(tasks) - 1}"]
     # Hydra would otherwise look for a batch system by itself and start ranks through it.
     return [mpiexec_path(), "-rmk", "user", "-launcher", "fork", "-bind-to", "none", "-n", str(world_size)]
+
+
+def component_tasks() -> list[int]:
+    """Tasks of each component of the Slurm job around this process: one number when it is not heterogeneous."""
+    count = int(os.environ.get("SLURM_HET_SIZE", "1"))
+    if count < 2:
+        return [int(os.environ.get("SLURM_NTASKS", "1"))]
+    return [int(os.environ.get(f"SLURM_NTASKS_HET_GROUP_{i}", "1")) for i in range(count)]
+
+
+def python_command(launcher: str, slurm: Slurm | None) -> list[str]:
+    """How a rank's node starts Python: this interpreter, or that of the container which the config names."""
+    container = slurm.container if slurm and chosen_launcher(launcher) == "srun" else None
+    if container is None:
+        return [sys.executable]
+    if container.runtime == "pyxis":
+        return [container.python]  # srun makes the container, see `container_flags`
+    binds = [word for mount in container.mounts for word in ("--bind", mount)]
+    return ["apptainer", "exec", "--nv", *binds, container.image, container.python]
+
+
+def container_flags(slurm: Slurm | None) -> list[str]:
+    """Options of srun for a container of pyxis. Never sbatch's: inside a container there is no srun."""
+    container = slurm.container if slurm else None
+    if container is None or container.runtime != "pyxis":
+        return []
+    mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+    return [f"--container-image={container.image}", *mounts]
 
 
 def start(
@@ -149,6 +190,7 @@ def start(
     *,
     exits: Path,
     launcher: str = "auto",
+    slurm: Slurm | None = None,
     environment: Mapping[str, str],
     grace_s: float = 5.0,
     stdout: int | IO | None = None,
@@ -162,12 +204,14 @@ def start(
     the returned process are forwarded to the ranks (SIGUSR1 arrives as SIGUSR2), SIGHUP kills everything, as
     does the end of the calling thread.
     """
-    python = [sys.executable, "-I", "-S", str(GUARD)]
-    inner = [*python, "--exits", str(exits.absolute()), "--grace", str(grace_s), "--", *command]
-    outer = [*python, "--parent", str(os.getpid()), "--", *launcher_command(launcher, world_size), *inner]
+    python, guard = python_command(launcher, slurm), ["-I", "-S", str(GUARD)]
+    inner = [*python, *guard, "--exits", str(exits.absolute()), "--grace", str(grace_s), "--", *command]
+    starter = launcher_command(launcher, world_size, slurm)
+    if starter[0] == "srun":
+        starter += container_flags(slurm)
     return subprocess.Popen(
-        outer,
-        env=dict(environment),
+        [sys.executable, *guard, "--parent", str(os.getpid()), "--", *starter, *inner],
+        env={**environment, "HPCFLOW_WORLD": str(world_size)},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
@@ -180,6 +224,7 @@ def launch(
     world_size: int,
     *,
     launcher: str = "auto",
+    slurm: Slurm | None = None,
     threads_per_rank: int = 1,
     env: Mapping[str, str] | None = None,
     grace_s: float = 5.0,
@@ -195,15 +240,16 @@ def launch(
     """
     exits = run / "exits.jsonl"
     offset = exits.stat().st_size if exits.exists() else 0
-    command = [sys.executable, "-m", program, str(run)]
+    command = [python_command(launcher, slurm)[-1], "-m", program, str(run)]
     interrupts = 0
     process = start(
         command,
         world_size,
         exits=exits,
         launcher=launcher,
+        slurm=slurm,
         grace_s=grace_s,
-        environment=rank_environment(threads_per_rank, env or {}),
+        environment=rank_environment(threads_per_rank, _terminal() | dict(env or {})),
     )
 
     def forward(number: int, frame: object) -> None:
