@@ -1,4 +1,4 @@
-"""The ``hpcflow`` command: train, check, report.
+"""The ``hpcflow`` command: train, submit, check, report.
 
 Every command but the training itself runs without torch until it has to read a run. A user's mistake is one
 message on stderr and exit code 2, never a traceback.
@@ -37,26 +37,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Start a run, or continue one with ``--resume``; 0, or the code that the first bad rank left."""
-    if args.resume is None:
-        config = compose(args.overrides, args.config_dir)
-    else:
-        config = _resumed(Path(args.resume), args.overrides, args.config_dir)
+    if args.multirun:
+        from hpcflow.slurm import sweep
+
+        if args.resume or args.dry_run or args.as_submitted:
+            raise ValueError("-m starts one run per point, and continues those that it began; works: without other options")
+        return sweep.run(args.overrides, args.config_dir, at_once=args.at_once)
+    resume, config = _to_train(args)
     _refuse_problems(config)
     if args.dry_run:
         print(dump(config) + _commented(_plan(config)))
         return 0
     from hpcflow import run_folder
 
-    if args.resume and run_folder.iterations_done(Path(args.resume)) >= config.iterations:
-        print(f"{args.resume}: all {config.iterations} iterations are done; to go on, add iterations=<more>")
+    if resume and run_folder.iterations_done(resume) >= config.iterations:
+        print(f"{resume}: all {config.iterations} iterations are done; to go on, add iterations=<more>")
         return 0
-    run = Path(args.resume).absolute() if args.resume else run_folder.create(config)
+    run = resume.absolute() if resume else run_folder.create(config)
     with run_folder.locked(run):
-        if args.resume:
+        if resume:
             run_folder.write_config(run, config)
-        run_folder.record_launch(run, config, resumed=bool(args.resume))
         print(f"run directory {run}", flush=True)
-        return _launched(run, config)
+        return _launched(run, config, resumed=resume is not None)
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Submit a run as one heterogeneous Slurm job, or the continuation of one with ``--resume``."""
+    from hpcflow.slurm import submission
+
+    run = Path(args.resume).absolute() if args.resume else None
+    config = compose(args.overrides, args.config_dir) if run is None else _resumed(run, args.overrides, args.config_dir)
+    if args.dry_run:
+        text, folder = submission.write(config, args.overrides, resume=run is not None)
+        print(text, end="")
+        print(f"hpcflow submit: {folder} holds this script and the resolved config", file=sys.stderr)
+        return 0
+    if args.test_only:
+        print(submission.try_out(config, args.overrides))
+        return 0
+    job, run = submission.submit(config, args.overrides, run)
+    print(f"submitted job {job}\nrun directory {run}\nfollow it: tail -F {run}/job/{job}_0_log.out")
+    return 0
 
 
 def check(args: argparse.Namespace) -> int:
@@ -83,17 +104,39 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _launched(run: Path, config: Config) -> int:
-    from hpcflow.mpi.launch import launch
+def _to_train(args: argparse.Namespace) -> tuple[Path | None, Config]:
+    """The run directory to continue in, if any, and the config."""
+    from hpcflow.slurm import job
 
-    cluster = config.cluster
-    code = launch(
-        run,
-        config.world_size,
-        launcher=cluster.launcher,
-        threads_per_rank=cluster.threads_per_rank,
-        env=cluster.env,
-    )
+    if args.as_submitted:  # the script's own overrides are in the run's config already
+        return Path(args.as_submitted), load(Path(args.as_submitted) / "config.yaml")
+    if args.resume is not None:
+        return Path(args.resume), _resumed(Path(args.resume), args.overrides, args.config_dir)
+    config = compose(args.overrides, args.config_dir)
+    begun = job.find_run(Path(config.run.dir).expanduser()) if job.restarted() else None
+    return begun, load(begun / "config.yaml") if begun else config
+
+
+def _launched(run: Path, config: Config, resumed: bool) -> int:
+    from hpcflow import run_folder
+    from hpcflow.mpi.launch import launch
+    from hpcflow.slurm import job
+
+    def once() -> int:
+        nonlocal resumed
+        run_folder.record_launch(run, config, resumed=resumed)
+        resumed = True
+        cluster = config.cluster
+        return launch(
+            run,
+            config.world_size,
+            launcher=cluster.launcher,
+            slurm=cluster.slurm,
+            threads_per_rank=cluster.threads_per_rank,
+            env={**job.environment(config), **cluster.env},
+        )
+
+    code = job.keep_alive(run, config, once) if job.inside() else once()
     if code:
         again = shlex.join(["hpcflow", "train", "--resume", str(run)])
         print(f"hpcflow train: the run ended with exit code {code}; to continue it: {again}", file=sys.stderr)
@@ -174,7 +217,8 @@ def _plan(config: Config) -> str:
         lines.append(f"    {sum(memory[name].values()):.2f} GiB a rank: {parts}")
     needed = total_memory(config, facts) / nodes
     lines.append(f"memory: about {needed:.1f} of {available:.1f} GiB on a node (of {nodes})")
-    lines.append("started by: " + shlex.join(launcher_command(config.cluster.launcher, config.world_size)))
+    cluster = config.cluster
+    lines.append("started by: " + shlex.join(launcher_command(cluster.launcher, config.world_size, cluster.slurm)))
     return "\n".join(lines)
 
 
@@ -184,19 +228,22 @@ def _commented(text: str) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("hpcflow", description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="train|check|report")
-    for name, command in (("train", train), ("check", check)):
+    commands = parser.add_subparsers(dest="name", required=True, metavar="train|submit|check|report")
+    for name, command in (("train", train), ("submit", submit), ("check", check)):
         sub = commands.add_parser(name, help=command.__doc__.partition(";")[0], description=command.__doc__)
         sub.set_defaults(command=command)
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
         sub.add_argument("--config-dir", metavar="DIR", help="config groups of your own, searched first")
+        if name != "check":
+            sub.add_argument("--resume", metavar="RUN", help="continue this run directory from its last checkpoint")
         if name == "train":
-            sub.add_argument(
-                "--resume", metavar="RUN", help="continue this run directory from its last checkpoint"
-            )
-            sub.add_argument(
-                "--dry-run", action="store_true", help="print resolved config and launch plan, and exit"
-            )
+            sub.add_argument("--dry-run", action="store_true", help="print resolved config and launch plan, and exit")
+            sub.add_argument("-m", "--multirun", action="store_true", help="one run for each point of key=a,b,c")
+            sub.add_argument("--at-once", type=int, default=4, metavar="N", help="points of -m at one time (default 4)")
+            sub.add_argument("--as-submitted", metavar="RUN", help=argparse.SUPPRESS)
+        if name == "submit":
+            sub.add_argument("--dry-run", action="store_true", help="write script and resolved config, and exit")
+            sub.add_argument("--test-only", action="store_true", help="ask Slurm whether and when it would start")
     sub = commands.add_parser("report", help="print the report of a run", description=report.__doc__)
     sub.set_defaults(command=report)
     sub.add_argument("run", metavar="RUN")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,9 @@ def load(path: Path | str) -> Config:
 UNHASHED = {"processes", "timeout_s", "max_error_rate", "eval", "eval_prompts"}
 """Keys of models and data that change how, or what else, is computed, but not what is trained."""
 
+SUBMITTED = re.compile(r"/\S*/code/hpcflow/_share/configs(?=/)")
+"""Where hpcflow's own prompts are in the copy that a submitted job runs."""
+
 
 def objects(config: Config) -> dict[str, dict[str, Any]]:
     """``algorithm``, ``protocol`` and ``placement``, the versioned objects: content and sha256 (hex) of each.
@@ -410,7 +414,7 @@ def compose(overrides: list[str], config_dir: Path | str | None = None) -> Confi
 def _hashed(section: dict[str, Any]) -> dict[str, Any]:
     installed = str(share("configs").resolve())
     return {
-        key: value.replace(installed, "configs") if isinstance(value, str) else value
+        key: SUBMITTED.sub("configs", value.replace(installed, "configs")) if isinstance(value, str) else value
         for key, value in section.items()
         if key not in UNHASHED
     }

@@ -73,6 +73,7 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
         "argv": sys.argv,
         "world": config.world_size,
         "resumed": resumed,
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
         "objects": hashes(config),
         "python": platform.python_version(),
         "packages": _versions(),

@@ -1,0 +1,125 @@
+"""The life of a run inside a Slurm job: launch, launch again after a crash, queue again before the time is up.
+
+One process on the first node of the head component keeps a run alive. Each end of a launch is a line of
+``RUN/attempts.jsonl``: {time, job, restart, code, iterations}. An attempt makes progress when more iterations are
+committed after it than ever before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcflow.config import Config
+from hpcflow.dataflow.stopping import CONTINUE_LATER
+from hpcflow.slurm import client
+from hpcflow.slurm.components import blocks
+
+REQUEUES_WITHOUT_PROGRESS = 2
+KILLED_BY_USR2 = 140  # a rank that had not begun to listen
+
+ATTEMPTS = "attempts.jsonl"
+
+
+def inside() -> bool:
+    """Whether this is the batch script of a Slurm job, or a shell in an allocation: not a rank."""
+    return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
+
+
+def in_batch() -> bool:
+    """Whether this is the batch script of a Slurm job, which can be queued again."""
+    return inside() and os.environ.get("SLURM_JOB_NAME") != "interactive" and "SLURM_TASK_PID" in os.environ
+
+
+def restarted() -> bool:
+    """Whether Slurm has queued this job again after it ran before."""
+    return inside() and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+
+
+def environment(config: Config) -> dict[str, str]:
+    """What ranks are told about their job: the time limit, and which of them have GPUs."""
+    if not inside():
+        return {}
+    end = client.end_time()
+    limit = {"HPCFLOW_END_TIME": str(end)} if end is not None else {}
+    # By the rank, from what the job asked for; the config's components may not be those of this allocation.
+    spans = ",".join(f"{len(block.ranks)}:{block.component.gpus}" for block in blocks(config))
+    return limit | ({"HPCFLOW_GPUS": spans} if "SLURM_HET_SIZE" in os.environ else {})
+
+
+def keep_alive(run: Path, config: Config, launch: Callable[[], int]) -> int:
+    """Launch until the run is complete, was told to stop, or fails without progress. Returns the job's exit code."""
+    slurm, failures = config.cluster.slurm, 0
+    while True:
+        code = launch()
+        if code == KILLED_BY_USR2:
+            code = CONTINUE_LATER
+        progress = _record(run, code)
+        if code == CONTINUE_LATER:
+            return _queue_again(run, slurm.requeue)
+        if code == 0 or code in (130, 143):
+            return code
+        failures = 0 if progress else failures + 1
+        if failures > slurm.relaunches:
+            say(f"{failures} launches in a row failed without a new iteration: giving up")
+            return code
+        say(f"launching again after exit code {code}, inside the same allocation")
+
+
+def _record(run: Path, code: int) -> bool:
+    """Write the end of a launch down; whether it made progress."""
+    from hpcflow import store  # h5py only now: this process waits for hours
+
+    done = max(store.open(run).iterations, default=-1) + 1
+    before = max((attempt["iterations"] for attempt in attempts(run)), default=0)
+    entry = {
+        "time": time.time(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "code": code,
+        "iterations": done,
+    }
+    with (run / ATTEMPTS).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+    return done > before
+
+
+def attempts(run: Path) -> list[dict]:
+    """The ends of launches inside Slurm jobs so far, oldest first."""
+    path = run / ATTEMPTS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _queue_again(run: Path, wanted: bool) -> int:
+    """Ask Slurm to start this job again later, unless that has not helped. Returns the exit code of this attempt."""
+    if not (wanted and in_batch()):
+        return CONTINUE_LATER
+    done = [attempt["iterations"] for attempt in attempts(run)]
+    idle = 0
+    while idle + 1 < len(done) and done[-1 - idle] <= max(done[: -1 - idle]):
+        idle += 1
+    idle += len(done) == idle + 1 and done[0] == 0
+    if idle > REQUEUES_WITHOUT_PROGRESS:
+        say(f"not queued again: {idle} attempts in a row ended without a new iteration. The time limit may be too short")
+        return CONTINUE_LATER
+    client.run("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    say("queued again; the run continues from its last committed iteration")
+    return CONTINUE_LATER
+
+
+def find_run(parent: Path) -> Path | None:
+    """The run directory in ``parent`` that this Slurm job began, before it was queued again."""
+    me = os.environ.get("SLURM_JOB_ID")
+    for path in sorted(parent.glob("*/launches.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True):
+        lines = path.read_text().splitlines()
+        if any(json.loads(line).get("slurm_job") == me for line in lines):
+            return path.parent
+    return None
+
+
+def say(text: str) -> None:
+    print(f"hpcflow: {text}", file=sys.stderr, flush=True)
