@@ -102,8 +102,10 @@ class Guard:
             self._record()
         self._kill_descendants()
         exit_status, by_signal = self.ended
-        if self.exits and (by_signal is not None or exit_status):
-            self._give_grace(wake)
+        if self.exits and (by_signal is not None or exit_status) and not self._give_grace(wake):
+            # Hydra ignores a bad status of a rank that ended before MPI_Init, and the others would wait for it
+            # there for ever; a signal it heeds.
+            self.ended = None, signal.SIGKILL
         self._end_like_child()
 
     def _start(self) -> None:
@@ -201,7 +203,8 @@ class Guard:
                 return
             time.sleep(0.005)
 
-    def _give_grace(self, wake: int) -> None:
+    def _give_grace(self, wake: int) -> bool:
+        """Wait for the other ranks' ends. False when the time is over and some have not ended."""
         try:
             os.read(wake, 4096)  # the SIGCHLDs so far
         except BlockingIOError:
@@ -209,7 +212,8 @@ class Guard:
         end = time.monotonic() + self.grace
         while time.monotonic() < end and not self._all_ended():
             if select.select([wake], [], [], 0.05)[0]:
-                return  # a signal means: end now
+                return True  # a signal means: end now
+        return self._all_ended()
 
     def _all_ended(self) -> bool:
         """Whether every rank of this launch has its line in the file, so that nobody needs the rest of the

@@ -57,6 +57,13 @@ def end_badly(how: str, who: int, folder: str) -> None:
     time.sleep(1000)
 
 
+def end_before_init(who: int) -> None:
+    """Rank ``who`` ends well before MPI exists (a failing import, say); the others wait for it in MPI_Init."""
+    if int(os.environ["PMI_RANK"]) == who:
+        os._exit(1)
+    init()
+
+
 def note_signals(folder: Path) -> None:
     """Write the name of each signal to ``ready_<rank>`` until SIGTERM, then rank 1 ends with status 5."""
     rank = int(os.environ["PMI_RANK"])

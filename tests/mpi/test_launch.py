@@ -66,6 +66,12 @@ def test_a_bad_end_is_recorded_and_ends_all(
     assert not [pid for each in pids for pid in each if pid != server().process.pid and alive(pid)]
 
 
+def test_a_rank_that_ends_before_mpi_does_not_leave_the_others_waiting() -> None:
+    result = run_world(4, "tests.mpi.launch_programs:end_before_init", {"who": 2}, grace_s=1, timeout=30)
+    assert result.rc != 0
+    assert [(each.rank, each.exit) for each in result.exits if each.exit is not None] == [(2, 1)]
+
+
 def test_abort_gives_its_code(tmp_path: Path) -> None:
     result = run_world(3, PROGRAMS + "end_badly", {"how": "abort", "who": 1, "folder": str(tmp_path)})
     assert result.rc == 7
