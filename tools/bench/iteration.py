@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from measure import read_result
@@ -77,6 +78,8 @@ def run_hpcflow(args: argparse.Namespace, algorithm: str, ranks: int, folder: Pa
         f"algorithm.batch={batch}",
         f"algorithm.sampling.max_tokens={NEW_TOKENS}",
         f"placement.pools.all.ranks={ranks}",
+        # One update an iteration, so GRPO's ratio is 1: like TRL's, it makes no pass for the old log-probs.
+        f"algorithm.old_log_probs={'rollout' if algorithm == 'grpo' else 'recompute'}",
         "protocol.training.micro_batch=32",
         f"protocol.generation.engine={args.engine}",
         "data.eval=null",
@@ -91,15 +94,22 @@ def run_hpcflow(args: argparse.Namespace, algorithm: str, ranks: int, folder: Pa
         f"run.dir={folder / 'runs'}",
     ]
     environment = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
-    subprocess.run(
-        [sys.executable, "-m", "hpcflow", "train", *overrides],
-        check=True,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-    )
+    quiet([sys.executable, "-m", "hpcflow", "train", *overrides], environment)
     newest = max((folder / "runs").iterdir(), key=lambda run: run.stat().st_mtime)
-    history = open_run(newest).history()
-    return {"wall": [facts["wall_s"] for facts in history], "tokens": [facts["tokens"] for facts in history]}
+    run = open_run(newest)
+    found = [run.iteration(number) for number in run.iterations]
+    tokens = [int(each.columns["response_ids"].lengths.sum()) for each in found]
+    starts = [each.facts["start"] for each in found]
+    wall = [after - before for before, after in pairwise(starts)]  # the commit to disk included
+    return {"wall": wall, "tokens": tokens[:-1]}
+
+
+def quiet(command: list[str], environment: dict[str, str]) -> str:
+    """Run it and return its output; when it fails, end with what it said."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout
 
 
 def run_trl(args: argparse.Namespace, algorithm: str, folder: Path, model: str) -> dict:
@@ -112,8 +122,7 @@ def run_trl(args: argparse.Namespace, algorithm: str, folder: Path, model: str) 
         str(folder / "prompts.jsonl"),
         str(args.iterations),
     ]
-    output = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    return read_result(output)
+    return read_result(quiet(command, environment))
 
 
 def row(name: str, rounds: list[dict]) -> list[str]:
