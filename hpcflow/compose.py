@@ -184,7 +184,8 @@ def _config(merged: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ValueError(f"the config cannot be resolved: {error}") from error
     config = from_dict(tree)
-    data = dataclasses.replace(config.data, train=_locate(config.data.train), eval=_locate(config.data.eval))
+    located = {name: _locate(getattr(config.data, name)) for name in ("train", "eval", "pretrain")}
+    data = dataclasses.replace(config.data, **located)
     models = {
         name: dataclasses.replace(spec, path=_locate(spec.path)) for name, spec in config.models.items()
     }

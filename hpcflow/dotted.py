@@ -38,6 +38,34 @@ def signature(path: str) -> Signature | None:
     return _from_object(found) if inspect.isfunction(found) else None
 
 
+def columns_read(path: str) -> tuple[str, ...] | None:
+    """The columns without which the function cannot do (`hpcflow.data.needs.reads`); None if it does not say so in a
+    form that the source shows."""
+    definition = _definition(path)
+    for mark in getattr(definition, "decorator_list", []):
+        if isinstance(mark, ast.Call) and getattr(mark.func, "id", getattr(mark.func, "attr", "")) == "reads":
+            try:
+                names = [ast.literal_eval(a.value if isinstance(a, ast.Starred) else a) for a in mark.args]
+            except ValueError:
+                return None
+            return tuple(name for each in names for name in ([each] if isinstance(each, str) else each))
+    return None
+
+
+def models_called(path: str) -> list[str]:
+    """The models that a dataflow function calls: the attributes of its first parameter that it names, in order."""
+    definition = _definition(path)
+    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
+        return []
+    first = definition.args.args[0].arg
+    found = [
+        (node.lineno, node.attr)
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == first
+    ]
+    return list(dict.fromkeys(name for _, name in sorted(found)))
+
+
 def near(path: str, otherwise: str) -> str:
     """The path of what the same module defines under the nearest name; ``otherwise`` where there is none."""
     module, _, name = path.partition(":")

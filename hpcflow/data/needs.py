@@ -11,17 +11,21 @@ from hpcflow.data.resolve import resolve
 
 @dataclass(frozen=True)
 class Needs:
-    """``always``: columns it cannot do without. ``optional``: columns it uses when the batch has them."""
+    """``always``: columns it cannot do without. ``optional``: columns it uses when the batch has them. ``writes``:
+    columns it makes beside those that its caller expects."""
 
     always: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
 
-def reads(*always: str, optional: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Declare the columns that a function reads."""
+def reads(
+    *always: str, optional: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+) -> Callable[[Callable], Callable]:
+    """Declare the columns that a function reads, and any that it makes beside the usual ones."""
 
     def mark(function: Callable) -> Callable:
-        function.needs = Needs(always, optional)
+        function.needs = Needs(always, optional, writes)
         return function
 
     return mark

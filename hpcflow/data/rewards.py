@@ -23,6 +23,8 @@ import torch
 
 from hpcflow.data import verifier_process as wire
 
+Answer = tuple[Any, str]
+"""What a function returned (None: nothing usable), and the error ("": none)."""
 START_S = 120.0  # for a process to import its function: long, because file systems of clusters can be slow
 FOREIGN = re.compile(
     r"(MPI|PMI|PMI2|PMIX|OMPI|PRTE|HYDRA|HYDI|I_MPI|MPICH|MPIR|UCX|FI|VLLM)_"
@@ -53,10 +55,10 @@ class _Server:
             )
         atexit.register(self.close)
 
-    def start(self, function: str, args: dict[str, Any]) -> tuple[int, socket.socket]:
+    def start(self, function: str, args: dict[str, Any], returns: str) -> tuple[int, socket.socket]:
         """Fork a verifier process: (pid, socket to it)."""
         path = [os.path.abspath(folder) for folder in sys.path]
-        pid = self._ask({"start": {"function": function, "args": args, "path": path}})["pid"]
+        pid = self._ask({"start": {"function": function, "args": args, "path": path, "returns": returns}})["pid"]
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         return pid, socket.socket(fileno=fds[0])
 
@@ -111,17 +113,24 @@ class _Process:
 class VerifierPool:
     """``processes`` processes that call a reward function, each call for at most ``timeout_s`` seconds.
 
-    function: dotted path of f(prompt: str, response: str, record: dict, **args) -> float, see
-    `hpcflow.data.verifiers`. ValueError when it cannot be imported. Calls `prepare` if nobody has.
+    function: dotted path of f(prompt: str, response: str, record: dict, **args) -> float (``returns="text"``: -> str),
+    see `hpcflow.data.verifiers`. ValueError when it cannot be imported. Calls `prepare` if nobody has.
     """
 
     def __init__(
-        self, function: str, *, processes: int, timeout_s: float, args: dict[str, Any] | None = None
+        self,
+        function: str,
+        *,
+        processes: int,
+        timeout_s: float,
+        args: dict[str, Any] | None = None,
+        returns: str = "number",
     ) -> None:
-        assert processes >= 1 and timeout_s > 0
+        assert processes >= 1 and timeout_s > 0 and returns in wire.RETURNS
         prepare()
         self.server = _server
         self.function, self.args, self.timeout_s = function, dict(args or {}), timeout_s
+        self.returns = returns
         self.processes = [self._start() for _ in range(processes)]
         self.failed_starts = 0  # in a row
         first = self.processes[0]
@@ -132,7 +141,7 @@ class VerifierPool:
         )
         if error:
             self.close()
-            raise ValueError(f"reward function {function!r} cannot be used: {error}")
+            raise ValueError(f"function {function!r} cannot be used: {error}")
 
     def score(self, samples: Sequence[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         """Rewards of samples {"prompt": str, "response": str, "record": dict}, in their order.
@@ -140,7 +149,14 @@ class VerifierPool:
         (reward float32 [n], ok bool [n], errors): where ok is false the reward is 0 and the error says what
         happened; elsewhere the error is "". RuntimeError when no verifier process can be started any more.
         """
-        results: dict[int, float | str] = {}
+        answers, errors = self.call(samples)
+        ok = torch.tensor([not error for error in errors], dtype=torch.bool)
+        rewards = [0.0 if error else answer for answer, error in zip(answers, errors, strict=True)]
+        return torch.tensor(rewards, dtype=torch.float32), ok, errors
+
+    def call(self, samples: Sequence[dict[str, Any]]) -> tuple[list[Any], list[str]]:
+        """(what the function returned or None, error or "") of each sample; see `score`."""
+        results: dict[int, Answer] = {}
         waiting = deque(range(len(samples)))
         try:
             while len(results) < len(samples):
@@ -154,10 +170,7 @@ class VerifierPool:
             for process in [p for p in self.processes if p.sample is not None]:  # an exception, an interrupt
                 self._replace(process, grace=0.0)
         answers = [results[i] for i in range(len(samples))]
-        ok = [isinstance(answer, float) for answer in answers]
-        reward = [answer if good else 0.0 for answer, good in zip(answers, ok, strict=True)]
-        errors = ["" if good else answer for answer, good in zip(answers, ok, strict=True)]
-        return torch.tensor(reward, dtype=torch.float32), torch.tensor(ok, dtype=torch.bool), errors
+        return [answer for answer, _ in answers], [error for _, error in answers]
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -173,7 +186,7 @@ class VerifierPool:
         self.close()
 
     def _start(self) -> _Process:
-        pid, connection = self.server.start(self.function, self.args)
+        pid, connection = self.server.start(self.function, self.args, self.returns)
         connection.settimeout(self.timeout_s)  # for a reply that stops half way
         return _Process(pid, connection, deadline=time.monotonic() + START_S)
 
@@ -191,7 +204,7 @@ class VerifierPool:
             except OSError:
                 pass  # it has just ended; the end of its stream will be read
 
-    def _hear(self, process: _Process, results: dict[int, float | str]) -> None:
+    def _hear(self, process: _Process, results: dict[int, Answer]) -> None:
         """Take what a starting or working process has to say."""
         if not process.ready:
             error = self._start_error(process)
@@ -205,18 +218,18 @@ class VerifierPool:
         except (OSError, ValueError):
             reply = None
         if reply is not None and reply.get("sample") == process.sample:
-            results[process.sample] = reply.get("error") or float(reply["reward"])
+            results[process.sample] = (reply.get("value"), reply.get("error", ""))
             process.sample = None
         else:
             sample = process.sample
-            results[sample] = f"the verifier's process ended: {self._replace(process, grace=1.0)}"
+            results[sample] = (None, f"the verifier's process ended: {self._replace(process, grace=1.0)}")
 
-    def _give_up(self, process: _Process, results: dict[int, float | str]) -> None:
+    def _give_up(self, process: _Process, results: dict[int, Answer]) -> None:
         """A process is over its time."""
         if not process.ready:
             self._failed_start(process, f"no start within {START_S:g} s")
             return
-        results[process.sample] = f"no answer within {self.timeout_s:g} s"
+        results[process.sample] = (None, f"no answer within {self.timeout_s:g} s")
         self._replace(process, grace=0.0)
 
     def _start_error(self, process: _Process) -> str:

@@ -62,7 +62,7 @@ def die_with(parent: int, signal_number: int) -> None:
 def serve(control: socket.socket, parent: int) -> None:
     """Answer the owner until the socket closes. Requests:
 
-    {"start": {"function", "args", "path"}} -> {"pid"}, then a byte with the process's socket as descriptor;
+    {"start": {"function", "args", "path", "returns"}} -> {"pid"}, then a byte with the process's socket as descriptor;
     {"end": pid, "grace": seconds} -> {"status": how it ended}, its group killed after the grace time.
     """
     me, running = os.getpid(), set()
@@ -125,7 +125,12 @@ def _kill_group(pid: int) -> None:
 
 
 def _verifier(
-    connection: socket.socket, server: int, function: str, args: dict[str, Any], path: list[str]
+    connection: socket.socket,
+    server: int,
+    function: str,
+    args: dict[str, Any],
+    path: list[str],
+    returns: str,
 ) -> NoReturn:
     """A verifier process: says {"ready": true} or {"error"}, then answers samples until the socket closes."""
     os.setsid()  # a group of its own, so that whatever it starts can be killed with it
@@ -148,9 +153,8 @@ def _verifier(
     send(connection, {"ready": True})
     while (sample := receive(connection)) is not None:
         try:
-            reply = {
-                "reward": as_reward(verify(sample["prompt"], sample["response"], sample["record"], **args))
-            }
+            found = verify(sample["prompt"], sample["response"], sample["record"], **args)
+            reply = {"value": RETURNS[returns](found)}
         except BaseException as error:
             reply = {"error": describe(error)}
         if os.getpid() != me:  # the function forked, and this is the copy
@@ -167,6 +171,18 @@ def as_reward(value: Any) -> float:
     if not math.isfinite(number) or abs(number) > FLOAT32_MAX:
         raise ValueError(f"the function returned {number}, not a finite float32 number")
     return float(number)
+
+
+def as_text(value: Any) -> str:
+    """A text that can be encoded; else an error."""
+    if not isinstance(value, str):
+        raise TypeError(f"the function returned {type(value).__name__} {str(value)[:100]!r}, not a text")
+    value.encode()
+    return value
+
+
+RETURNS = {"number": as_reward, "text": as_text}
+"""What a function may return, and how it is checked."""
 
 
 def describe(error: BaseException) -> str:

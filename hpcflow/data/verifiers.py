@@ -24,6 +24,11 @@ def vader_sentiment(prompt: str, response: str, record: dict[str, Any]) -> float
     return _vader().polarity_scores(response)["compound"]
 
 
+def contains(prompt: str, response: str, record: dict[str, Any], *, text: str) -> float:
+    """1 if ``text`` stands in the response, else 0."""
+    return float(text in response)
+
+
 def reasoning_gym(prompt: str, response: str, record: dict[str, Any]) -> float:
     """The task's own score of the response, in [0, 1]; for records made by `ReasoningGymRecords`."""
     source = record.get("reasoning_gym")

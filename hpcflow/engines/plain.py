@@ -108,7 +108,8 @@ class PlainEngine:
                 if not row.ended:
                     row.tokens.append(token)
                     row.log_probs.append(log_prob)
-                    row.ended = token in self._ends or self._stopped(row, sampling.stop)
+                    ends = token in self._ends or token in sampling.stop_token_ids
+                    row.ended = ends or self._stopped(row, sampling.stop)
             if all(row.ended for row in rows):
                 return
             tokens = chosen[:, None]

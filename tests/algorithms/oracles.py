@@ -33,6 +33,16 @@ def output(library: str, case: str) -> Any:
     return _file()["cases"][library][case]["output"]
 
 
+def names() -> list[str]:
+    """"library/case" of all cases."""
+    return [f"{library}/{case}" for library, cases in _file()["cases"].items() for case in cases]
+
+
+def versions() -> dict[str, str]:
+    """The version of each library."""
+    return {library: found[library.removesuffix("_ppo")] for library, found in _file()["versions"].items()}
+
+
 def lengths(mask: str) -> torch.Tensor:
     """int64 [6]: up to the last token of the mask."""
     keep = tensor(mask) > 0
@@ -60,5 +70,10 @@ def rows(mask: str, old: str = "old_logprobs") -> Columns:
     columns: Columns = {name: ragged(tensor(source), mask) for name, source in names.items()}
     columns["loss_mask"] = ragged(tensor(mask) > 0, mask)
     columns["reward"] = tensor("scores")
-    columns["reward_ok"] = torch.ones(6, dtype=torch.bool)
+    columns["cost"], columns["baseline"] = tensor("reward_baselines"), tensor("reward_baselines")
+    columns["cost_values"] = ragged(tensor("values_new"), mask)
+    for name in ("reward_ok", "cost_ok", "baseline_ok"):
+        columns[name] = torch.ones(6, dtype=torch.bool)
+    columns["truncated"] = lengths(mask) == 12
+    columns["rollout_log_probs"] = ragged(tensor("old_logprobs_wide"), mask)
     return columns
