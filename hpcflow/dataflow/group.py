@@ -41,10 +41,6 @@ class WorkerGroup:
         ``rows=n`` among the arguments says how many rows a call without a batch makes; the method then gets
         ``parts``, rank -> (lo, hi). ValueError when the batch lacks a column that the primitive reads.
         """
-        makes_rows = batch is None and "rows" in arguments
-        rows = arguments.pop("rows", 0) if batch is None else batch.rows
-        layout = plan(protocol(primitive.protocol), self.layout, self.ranks, rows)
-        inputs = ()
         if batch is not None and primitive.reads:
             self._check_columns(primitive, batch)
             present = tuple(name for name in primitive.optional if name in batch.columns)
@@ -52,6 +48,25 @@ class WorkerGroup:
             primitive = dataclasses.replace(
                 primitive, reads=primitive.reads + present, writes=primitive.writes + extra
             )
+        place = self.world.place(f"{self.name}.{primitive.name}")
+        make = lambda: self.issue(primitive, batch, arguments, place)  # noqa: E731
+        if self.world.recorded is not None:
+            rows = batch.rows if batch is not None else arguments.get("rows", 0)
+            known = self.world.recorded.instead_of(self, primitive, batch, rows, place, make)
+            if known is not None:
+                return known
+        return make()
+
+    def issue(
+        self, primitive: Primitive, batch: Batch | None, arguments: dict[str, Any], place: str
+    ) -> Batch | Handle:
+        """Issue one call with exactly the columns that ``primitive`` names."""
+        makes_rows = batch is None and "rows" in arguments
+        arguments = dict(arguments)
+        rows = arguments.pop("rows", 0) if batch is None else batch.rows
+        layout = plan(protocol(primitive.protocol), self.layout, self.ranks, rows)
+        inputs = ()
+        if batch is not None and primitive.reads:
             if primitive.kind == "advancing":
                 self.world.before_advance(batch)
             inputs = batch.transfers(primitive.reads, layout.readers)
@@ -69,6 +84,8 @@ class WorkerGroup:
             inputs=inputs,
             writes=primitive.writes,
             outputs=layout.owners if primitive.writes else (),
+            kind=primitive.kind,
+            place=place,
         )
         self.world.issue(call)
         if primitive.kind == "advancing":
@@ -77,9 +94,11 @@ class WorkerGroup:
         if not primitive.writes:
             return handle
         stamp = Stamp(call.iteration, self.name, self.version)
-        origin = Origin(handle, layout.owners, stamp, self.world.release)
+        origin = Origin(handle, layout.owners, stamp, self.world.release, place)
         made = Batch(self.world.controller, rows, dict.fromkeys(primitive.writes, origin))
-        return batch | made if primitive.joins and batch is not None else made
+        joined = batch | made if primitive.joins and batch is not None else made
+        self.world.made(primitive, joined)
+        return joined
 
     def _check_columns(self, primitive: Primitive, batch: Batch) -> None:
         missing = [name for name in primitive.reads if name not in batch.columns]

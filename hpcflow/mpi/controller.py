@@ -17,11 +17,14 @@ from hpcflow.data.columns import Columns
 from hpcflow.mpi.engine import Engine
 from hpcflow.mpi.messages import (
     Activity,
+    Answer,
     Call,
+    CallState,
     Done,
     Drop,
     Failed,
     Heartbeat,
+    Inquire,
     Lost,
     Part,
     Push,
@@ -37,7 +40,9 @@ from hpcflow.mpi.transfer import DataPlane
 
 SILENT_SECONDS = 2.5  # longer than two heartbeats: suspicious, when something hangs anyway
 DEAD_SECONDS = 15.0  # no heartbeat for so long: node lost, process stopped, or the interpreter lock never released
+CHECK_SECONDS = 0.1  # how often ranks are looked over for silence and hanging calls
 STACK_SECONDS = 1.0  # how long a hanging rank may take to answer where it is
+ANSWER_SECONDS = 1.0  # how long the ranks may take to answer what became of their calls
 
 
 class WorkerError(RuntimeError):
@@ -60,8 +65,9 @@ class Controller:
         self._wanted: set[int] = set()
         self._faults: list[Failed | Lost] = []
         self._stacks: dict[int, str] = {}
+        self._answers: dict[int, dict[int, CallState]] = {}
         self._beats: dict[int, tuple[float, Heartbeat | None]] = {}
-        self._numbers = 0
+        self._numbers, self._checked = 0, 0.0
         self.signals: list[int] = []
         now = time.monotonic()
         for rank in range(1, self.engine.size):
@@ -155,6 +161,8 @@ class Controller:
             self.held_bytes[message.rank] = message.held
         elif isinstance(message, Stack):
             self._stacks[message.rank] = message.text
+        elif isinstance(message, Answer):
+            self._answers[message.rank] = message.calls
         elif isinstance(message, Signal):
             self.signals.append(message.number)
         else:
@@ -175,8 +183,10 @@ class Controller:
     def _check(self) -> None:
         if self._faults:
             raise WorkerError(self._describe_fault())
-        self._check_silence(DEAD_SECONDS)
-        self._check_watchdog()
+        if time.monotonic() - self._checked > CHECK_SECONDS:
+            self._checked = time.monotonic()
+            self._check_silence(DEAD_SECONDS)
+            self._check_watchdog()
 
     def _check_silence(self, limit: float) -> None:
         now = time.monotonic()
@@ -202,6 +212,21 @@ class Controller:
         late = [rank for rank in running or ages if ages[rank][0] > self.watchdog]
         if late:
             self._hang({rank: ages[rank][1] for rank in late})
+
+    def inquire(self) -> dict[int, dict[int, CallState]]:
+        """After a fault: rank -> call number -> state, from the ranks that still answer within a second."""
+        self._answers.clear()
+        ranks = tuple(range(1, self.engine.size))
+        self.engine.send_down(Inquire(ranks))
+        until = time.perf_counter() + ANSWER_SECONDS
+        while set(self._answers) | self.lost < set(ranks) and time.perf_counter() < until:
+            self.engine.turn(expecting=False, until=until)
+        return dict(self._answers)
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks whose connection has ended."""
+        return {fault.rank for fault in self._faults if isinstance(fault, Lost)}
 
     def _describe_fault(self) -> str:
         """The cause, not its consequences: an exception before a lost connection."""

@@ -118,11 +118,10 @@ class Engine:
     # -- control messages
 
     def send(self, rank: int, message: Any) -> None:
-        """Queue a control message for a neighbour in the control tree."""
+        """Queue a control message for a neighbour in the control tree. The only method for any thread."""
         channel = self._channels.get(rank)
-        if channel is not None:
-            channel.send(message)
-            self._watch_writable(channel)
+        if channel is not None and not channel.send(message):
+            self._poll.modify(channel.sock, select.EPOLLIN | select.EPOLLOUT)
 
     def send_down(self, message: Any) -> None:
         """Send a message that has ``ranks`` towards all of them, once per child that leads to any of them."""
@@ -139,10 +138,10 @@ class Engine:
         """Bytes of control messages this rank has sent."""
         return sum(channel.bytes_sent for channel in self._channels.values())
 
-    def _watch_writable(self, channel: wire.Channel) -> None:
-        wanted = select.EPOLLIN if channel.flush() else select.EPOLLIN | select.EPOLLOUT
-        if channel.sock.fileno() >= 0:
-            self._poll.modify(channel.sock, wanted)
+    def _send_rest(self, channel: wire.Channel) -> None:
+        """The socket takes more; stop watching for that when nothing is left."""
+        if channel.flush():
+            self._poll.modify(channel.sock, select.EPOLLIN)
 
     def _hear(self, rank: int) -> None:
         channel = self._channels[rank]
@@ -251,7 +250,7 @@ class Engine:
                     self.deliver(Signal(self.rank, number))
             elif (rank := self._peers.get(descriptor)) is not None:
                 if event & select.EPOLLOUT:
-                    self._watch_writable(self._channels[rank])
+                    self._send_rest(self._channels[rank])
                 if event & ~select.EPOLLOUT:
                     self._hear(rank)
 

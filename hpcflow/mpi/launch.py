@@ -37,6 +37,7 @@ RANK_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a line about NUMA for every engine
     "PYTHONFAULTHANDLER": "1",  # a rank that segfaults leaves its Python stack in the log
     "PYTHONUNBUFFERED": "1",
 }

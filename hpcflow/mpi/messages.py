@@ -57,7 +57,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Call:
-    """Run ``model.method`` on ``ranks``. ``outputs``: the rows of its output that each owner must hold."""
+    """Run ``model.method`` on ``ranks``. ``outputs``: the rows of its output that each owner must hold. ``kind``: what the
+    primitive promises (`hpcflow.workers.primitive`). ``place``: the call among those of its iteration."""
 
     number: int
     model: str
@@ -69,6 +70,8 @@ class Call:
     inputs: tuple[Transfer, ...]
     writes: tuple[str, ...]
     outputs: tuple[Part, ...]
+    kind: str = "pure"
+    place: str = ""
 
     def __str__(self) -> str:
         return f"{self.model}.{self.method} (call {self.number})"
@@ -95,6 +98,30 @@ class ShowStack:
     """Ask ranks where their main thread is."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Inquire:
+    """After a failure: ask ranks what became of their calls."""
+
+    ranks: tuple[int, ...]
+
+
+class CallState(NamedTuple):
+    """One call at one rank. ``state``: "waiting", "running" or "finished". ``repeatable``: executing it (again) gives the
+    same result and changes nothing else. ``visible``: some of its output was given to a reader."""
+
+    state: str
+    repeatable: bool
+    visible: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's answer to `Inquire`: call number -> state, of its unfinished and its latest finished calls."""
+
+    rank: int
+    calls: dict[int, CallState]
 
 
 @dataclass(frozen=True)

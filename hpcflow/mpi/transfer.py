@@ -74,6 +74,7 @@ class DataPlane:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.held: dict[int, Held] = {}
+        self.shown: set[int] = set()  # calls of whose output a reader has got some
         self._waiting: dict[int, list[Callable[[], None]]] = defaultdict(list)
         self._incoming: dict[int, _Incoming] = {}
 
@@ -96,11 +97,12 @@ class DataPlane:
 
     @property
     def held_bytes(self) -> int:
-        return sum(output.nbytes for output in self.held.values())
+        return sum(output.nbytes for output in tuple(self.held.values()))
 
     def slice(self, transfer: Transfer, piece: Part) -> tuple[torch.Tensor, Columns, Stamp]:
         """This rank's rows of ``piece``, only the columns that the transfer names, as views."""
         output = self.held[transfer.source]
+        self.shown.add(transfer.source)
         first = next(part.lo for part in transfer.owners if part.rank == self.engine.rank)
         lo, hi = piece.lo - first, piece.hi - first
         columns = {name: output.columns[name] for name in transfer.columns}

@@ -12,6 +12,7 @@ import hmac
 import pickle
 import socket
 import struct
+import threading
 from typing import Any
 
 HELLO = struct.Struct("<8si16s")
@@ -27,7 +28,7 @@ def _signature(secret: bytes, sender: int, receiver: int, sequence: int, body: b
 
 
 class Channel:
-    """A signed, ordered, non-blocking message stream to one other rank."""
+    """A signed, ordered, non-blocking message stream to one other rank. Two threads may send."""
 
     def __init__(self, sock: socket.socket, secret: bytes, me: int, peer: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -36,18 +37,24 @@ class Channel:
         self.bytes_sent = 0
         self._unsent, self._unread = bytearray(), bytearray()
         self._sent, self._received = 0, 0
+        self._lock = threading.Lock()
 
-    def send(self, message: Any) -> None:
-        """Queue a message and send what the socket takes; call `flush` when it is writable again."""
+    def send(self, message: Any) -> bool:
+        """Queue a message and send what the socket takes. False: call `flush` when it is writable again."""
         body = pickle.dumps(message, 5)
-        signature = _signature(self.secret, self.me, self.peer, self._sent, body)
-        self._sent += 1
-        self._unsent += FRAME.pack(len(body), signature) + body
-        self.bytes_sent += FRAME.size + len(body)
-        self.flush()
+        with self._lock:
+            signature = _signature(self.secret, self.me, self.peer, self._sent, body)
+            self._sent += 1
+            self._unsent += FRAME.pack(len(body), signature) + body
+            self.bytes_sent += FRAME.size + len(body)
+            return self._flush()
 
     def flush(self) -> bool:
         """True when nothing is left to send. A closed peer counts as sent: reading reports it."""
+        with self._lock:
+            return self._flush()
+
+    def _flush(self) -> bool:
         try:
             while self._unsent:
                 del self._unsent[: self.sock.send(self._unsent)]

@@ -31,11 +31,14 @@ from hpcflow.data.columns import Columns, n_rows
 from hpcflow.mpi.engine import HEARTBEAT_SECONDS, Engine
 from hpcflow.mpi.messages import (
     Activity,
+    Answer,
     Call,
+    CallState,
     Done,
     Drop,
     Failed,
     Heartbeat,
+    Inquire,
     Lost,
     Push,
     Report,
@@ -48,6 +51,7 @@ from hpcflow.mpi.messages import (
 from hpcflow.mpi.transfer import ContractError, DataPlane, Held
 
 LOST_CONTROLLER = 70  # exit code of a worker whose controller is gone
+REMEMBERED_CALLS = 256  # finished calls about which a worker can still be asked
 
 
 @dataclass
@@ -96,7 +100,7 @@ class Worker:
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
         self._running: tuple[Call, float] | None = None
         self._merged: dict[int, tuple[Call, dict[int, Report]]] = {}
-        self._started: set[int] = set()
+        self._known: dict[int, Call] = {}  # in order of arrival: unfinished calls and the latest finished ones
         self._drops: list[tuple[int, tuple[int, ...]]] = []
         self._last_arrived = self._last_finished = 0
         self._next_heartbeat = 0.0
@@ -104,7 +108,12 @@ class Worker:
     # -- from the main thread
 
     def finished(self, outcome: Outcome) -> None:
-        self._later(lambda: self._finish(outcome))
+        """A call that leaves nothing on this rank is answered at once, without waking the communication thread."""
+        call = outcome.ready.call
+        if call.writes or self._drops or self.engine.routes.children(self.engine.rank):
+            self._later(lambda: self._finish(outcome))
+        else:
+            self._finish(outcome)
 
     def failed(self, what: str, reason: str) -> None:
         self._later(lambda: self._fail(what, reason))
@@ -152,7 +161,7 @@ class Worker:
         return Activity(waiting.call.number, str(waiting.call), state, now - waiting.since)
 
     def _deliver(self, message: Any) -> None:
-        if isinstance(message, (Call, Push, Drop, ShowStack, Stop)):
+        if isinstance(message, (Call, Push, Drop, ShowStack, Inquire, Stop)):
             self.engine.send_down(message)
             if self.engine.rank in message.ranks:
                 self._obey(message)
@@ -166,7 +175,7 @@ class Worker:
         else:
             self.engine.send_up(message)
 
-    def _obey(self, message: Call | Push | Drop | ShowStack | Stop) -> None:
+    def _obey(self, message: Call | Push | Drop | ShowStack | Inquire | Stop) -> None:
         if isinstance(message, Call):
             self._arrive(message)
         elif isinstance(message, Push):
@@ -177,12 +186,32 @@ class Worker:
         elif isinstance(message, ShowStack):
             frame = sys._current_frames()[threading.main_thread().ident]
             self.engine.send_up(Stack(self.engine.rank, "".join(traceback.format_stack(frame)[-6:])))
+        elif isinstance(message, Inquire):
+            self.engine.send_up(Answer(self.engine.rank, {number: self._state(number) for number in self._known}))
         else:
             self.engine.stopping = True
             self.ready.put(None)
 
+    def _state(self, number: int) -> CallState:
+        running = self._running is not None and self._running[0].number == number
+        state = "finished" if number <= self._last_finished else "running" if running else "waiting"
+        # Weights that an update has begun to change, or has changed, are not those that it expects.
+        repeatable = self._known[number].kind != "advancing" or state == "waiting"
+        return CallState(state, repeatable, number in self.plane.shown)
+
+    def _remember(self, call: Call) -> None:
+        self._known[call.number] = call
+        oldest = next(iter(self._known))
+        if len(self._known) > REMEMBERED_CALLS and oldest <= self._last_finished:
+            del self._known[oldest]
+            self.plane.shown.discard(oldest)
+
     def _arrive(self, call: Call) -> None:
+        if call.number <= self._last_arrived:
+            self._fail(str(call), f"ContractError: a call came twice or late: number {call.number} after {self._last_arrived}")
+            return
         self._last_arrived = call.number
+        self._remember(call)
         self._merged[call.number] = (call, {})
         pending = _Pending(call, missing=len(call.inputs))
         self._order.append(pending)
@@ -271,7 +300,6 @@ class Worker:
             self._fail(what, f"{type(error).__name__}: {error}")
 
     def _fail(self, what: str, reason: str) -> None:
-        self._running = None
         self.engine.send_up(Failed(self.engine.rank, what, reason))
 
 

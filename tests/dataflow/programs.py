@@ -218,7 +218,7 @@ def breach(kind: str) -> Any:
             a.add(a.add(batch))
         world.drain()
 
-    return run(scenario, pools(2, 2), {"A": {"pool": "a", "cls": Rogue}, "B": {"pool": "b"}})
+    return run(scenario, pools(2, 1), {"A": {"pool": "a", "cls": Rogue}, "B": {"pool": "b"}})
 
 
 def fault(how: str, watchdog: float) -> Any:
@@ -247,3 +247,28 @@ def latency(calls: int, pause: float, workers: int) -> Any:
         return sorted(times)
 
     return run(scenario, pools(workers), {"A": {"pool": "a"}})
+
+
+def idle(seconds: float, workers: int) -> Any:
+    """CPU seconds that an idle world of ``workers`` costs all its ranks, the controller's waiting included."""
+
+    def scenario(world: World) -> float:
+        def total() -> float:
+            return sum(world.models.A.cpu_seconds().get()) + time.process_time()
+
+        total()
+        before = total()
+        world.controller.wait(lambda: False, timeout=seconds)
+        return total() - before
+
+    return run(scenario, pools(workers), {"A": {"pool": "a"}})
+
+
+def beyond_two_gib(rows: int, width: int) -> Any:
+    """A column of more than 2**31 bytes on one rank goes to other ranks."""
+
+    def scenario(world: World) -> list[Any]:
+        batch = world.models.A.make_big(rows=rows, width=width)
+        return world.models.B.check_big(batch).get()
+
+    return run(scenario, pools(1, 1), TWO)

@@ -75,3 +75,15 @@ def test_a_protocol_of_ones_own() -> None:
     right, owners = run_world(4, PROGRAMS + "own_protocol").check().returned[0]
     assert right
     assert owners == [[1, 0, 4], [3, 4, 7]]
+
+
+def test_an_idle_world_costs_under_a_tenth_of_a_core() -> None:
+    seconds = 4.0
+    used = run_world(6, PROGRAMS + "idle", {"seconds": seconds, "workers": 5}).check().returned[0]
+    assert used < 0.1 * seconds
+
+
+def test_batches_over_two_gib() -> None:
+    args = {"rows": 3, "width": 3 << 28}
+    (found,) = run_world(3, PROGRAMS + "beyond_two_gib", args, timeout=120).check().returned[0]
+    assert found == [9 << 28, 0, 1, 1]

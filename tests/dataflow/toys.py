@@ -111,6 +111,24 @@ class Toy:
             self.version += 1
 
 
+    @primitive("ONE_TO_ALL")
+    def cpu_seconds(self, rows: Rows) -> float:
+        return time.process_time()
+
+    @primitive("DP_PROTO", writes=("big",))
+    def make_big(self, rows: Rows, parts: dict[int, tuple[int, int]], width: int) -> Output:
+        lo, hi = parts[self.context.rank]
+        big = torch.arange(256, dtype=torch.uint8).repeat((hi - lo) * width // 256).view(hi - lo, width)
+        return Output({"big": big}, ids=torch.arange(lo, hi))
+
+    @primitive("DP_PROTO", reads=("big",))
+    def check_big(self, rows: Rows) -> list[int]:
+        big = rows["big"].view(-1, 256)
+        wrong = int((big != torch.arange(256, dtype=torch.uint8)).any(0).sum()) if len(big) < 1000 else 0
+        edges = big[[0, -1]].tolist() if len(big) else []
+        return [big.numel(), wrong, int(all(edge == list(range(256)) for edge in edges)), int(big[:, 7].eq(7).all())]
+
+
 class Rogue(Toy):
     """Fails in the ways in which real models fail."""
 
