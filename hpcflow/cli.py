@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcflow.config import Config, compose, dump, load
-from hpcflow.schema import ConfigError
+from hpcflow.schema import ConfigError, Problem
 
 DESCRIPTION = "RL post-training of large language models as Slurm-native batch jobs."
+ANYWHERE = 1 << 30  # nodes: memory of this machine does not matter
 OVERRIDES = "key=value or group=choice, e.g. experiment=ppo_quickstart iterations=2 placement=split"
 
 
@@ -63,12 +64,21 @@ def train(args: argparse.Namespace) -> int:
 
 def submit(args: argparse.Namespace) -> int:
     """Submit a run as one heterogeneous Slurm job, or the continuation of one with ``--resume``."""
-    from hpcflow.slurm import submission
+    from hpcflow.slurm import script, submission, sweep
 
-    run = Path(args.resume).absolute() if args.resume else None
-    config = compose(args.overrides, args.config_dir) if run is None else _resumed(run, args.overrides, args.config_dir)
+    if args.multirun and not args.dry_run:
+        raise ValueError("-m is for --dry-run; works: hpcflow train -m, which submits one job per point")
+    words, run = args.overrides, Path(args.resume).absolute() if args.resume else None
+    if args.multirun:
+        config = compose(sweep.points(words)[0], args.config_dir)
+    else:
+        config = compose(words, args.config_dir) if run is None else _resumed(run, words, args.config_dir)
     if args.dry_run:
-        text, folder = submission.write(config, args.overrides, resume=run is not None)
+        if args.multirun:
+            text = script.sweep_text(config, words)
+        else:
+            text = script.text(config, words) if run is None else script.resume_text(config)
+        folder = submission.write(config, text)
         print(text, end="")
         print(f"hpcflow submit: {folder} holds this script and the resolved config", file=sys.stderr)
         return 0
@@ -82,11 +92,9 @@ def submit(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Print every breach of a config and exit 1, or the launch plan and its memory and exit 0."""
-    from hpcflow.check import check as problems_of
-
     try:
         config = compose(args.overrides, args.config_dir)
-        problems = problems_of(config, nodes=_nodes(config))
+        problems = _problems(config)
     except ConfigError as error:
         problems = error.problems
     if problems:
@@ -181,11 +189,20 @@ def _resumed(run: Path, overrides: list[str], config_dir: str | None) -> Config:
 
 
 def _refuse_problems(config: Config) -> None:
-    from hpcflow.check import check as problems_of
-
-    problems = problems_of(config, nodes=_nodes(config))
+    problems = _problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _problems(config: Config) -> list[Problem]:
+    """Breaches of a run on the machines at hand; of one that asks for GPUs, on those of its job."""
+    from hpcflow.check import check as problems_of
+    from hpcflow.slurm import components, site
+
+    if "SLURM_HET_SIZE" not in os.environ and not any(c.gpus for c in config.cluster.components.values()):
+        return problems_of(config, nodes=_nodes(config))
+    problems = [*components.component_problems(config), *problems_of(config, nodes=ANYWHERE)]
+    return problems or list(site.memory_problems(config))
 
 
 def _nodes(config: Config) -> int:
@@ -210,13 +227,17 @@ def _plan(config: Config) -> str:
     }
     nodes, available = _nodes(config), config.cluster.memory_gib or machine_memory_gib()
     lines = [f"{config.world_size} ranks: 0 controller, 1 recorder"]
-    memory = rank_memory(config, facts)
+    gpu = any(component.gpus for component in config.cluster.components.values())
+    memory = rank_memory(config, facts, gpu=gpu)
     for name, ranks in config.placement.ranks().items():
         parts = ", ".join(f"{what} {gib:.2f}" for what, gib in memory[name].items() if gib >= 0.005)
         lines.append(f"  pool {name}, ranks {ranks.start}-{ranks.stop - 1}: {', '.join(pools[name].models)}")
         lines.append(f"    {sum(memory[name].values()):.2f} GiB a rank: {parts}")
     needed = total_memory(config, facts) / nodes
-    lines.append(f"memory: about {needed:.1f} of {available:.1f} GiB on a node (of {nodes})")
+    if gpu:
+        lines.append(f"memory: of the {config.cluster.gpu_memory_gib:g} GiB of each rank's GPU")
+    else:
+        lines.append(f"memory: about {needed:.1f} of {available:.1f} GiB on a node (of {nodes})")
     cluster = config.cluster
     lines.append("started by: " + shlex.join(launcher_command(cluster.launcher, config.world_size, cluster.slurm)))
     return "\n".join(lines)
@@ -236,9 +257,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         sub.add_argument("--config-dir", metavar="DIR", help="config groups of your own, searched first")
         if name != "check":
             sub.add_argument("--resume", metavar="RUN", help="continue this run directory from its last checkpoint")
+            sub.add_argument("-m", "--multirun", action="store_true", help="one run for each point of key=a,b,c")
         if name == "train":
             sub.add_argument("--dry-run", action="store_true", help="print resolved config and launch plan, and exit")
-            sub.add_argument("-m", "--multirun", action="store_true", help="one run for each point of key=a,b,c")
             sub.add_argument("--at-once", type=int, default=4, metavar="N", help="points of -m at one time (default 4)")
             sub.add_argument("--as-submitted", metavar="RUN", help=argparse.SUPPRESS)
         if name == "submit":

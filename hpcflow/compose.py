@@ -32,7 +32,7 @@ from hpcflow.schema import ConfigError, Problem, nearest
 POOLS = "placement.pools"
 """Given as a whole on the command line it replaces the pools, where Hydra would merge the two."""
 
-SCHEMES = ("package:", "random:", "reasoning_gym:")
+SCHEMES = ("package:", "random:", "shape:", "reasoning_gym:")
 """Beginnings of paths that are no files."""
 
 

@@ -112,10 +112,13 @@ def stored_params(folder: Path) -> int | None:
     return count or None
 
 
-def rank_memory(config: Config, facts: Facts) -> dict[str, dict[str, float]]:
-    """GiB of one rank at its peak, by pool and purpose. ``facts`` by model, of those that have weights."""
+def rank_memory(config: Config, facts: Facts, *, gpu: bool = False) -> dict[str, dict[str, float]]:
+    """GiB of one rank at its peak, by pool and purpose. ``facts`` by model, of those that have weights.
+
+    ``gpu``: of the memory of its GPU, where weights arrive in shards and no processes live.
+    """
     return {
-        name: _pool_memory(config, pool.ranks, pool.models, facts)
+        name: _pool_memory(config, pool.ranks, pool.models, facts, gpu)
         for name, pool in config.placement.pools.items()
     }
 
@@ -129,19 +132,20 @@ def total_memory(config: Config, facts: Facts) -> float:
     return workers + 2 * PROCESS_GIB
 
 
-def _pool_memory(config: Config, ranks: int, models: list[str], facts: Facts) -> dict[str, float]:
+def _pool_memory(config: Config, ranks: int, models: list[str], facts: Facts, gpu: bool) -> dict[str, float]:
     generation, dtype = config.protocol.generation, config.protocol.training.dtype
     parts: dict[str, float] = {"process": PROCESS_GIB}
     working = [0.0]
     for name in models:
         spec = config.models[name]
-        if spec.function:
+        if spec.function and not gpu:
             parts[f"{name} processes"] = spec.processes * VERIFIER_GIB
         if name not in facts:
             continue
         per_param = TRAINED_BYTES[dtype] if spec.optimizer else BYTES[dtype]
         parts[name] = per_param * facts[name].params / ranks / GIB
-        working.append(_working_bytes(config, spec, facts[name]) / GIB)
+        loading = 0 if gpu else 4 * facts[name].params  # every rank reads all of the weights into its memory
+        working.append(max(_pass_bytes(config, spec, facts[name]), loading) / GIB)
         if spec.worker == "actor":
             share = BYTES[generation.dtype] / generation.tensor_parallel
             parts[f"{name} generation"] = share * facts[name].params / GIB
@@ -153,8 +157,8 @@ def _pool_memory(config: Config, ranks: int, models: list[str], facts: Facts) ->
     return parts
 
 
-def _working_bytes(config: Config, spec: ModelSpec, model: ModelFacts) -> float:
-    """Of one forward and backward pass, or of loading the model, whichever is more."""
+def _pass_bytes(config: Config, spec: ModelSpec, model: ModelFacts) -> float:
+    """Of one forward and backward pass."""
     training, sampling = config.protocol.training, config.algorithm.sampling
     width = config.data.max_prompt_tokens + sampling.max_tokens
     tokens = training.micro_batch * width
@@ -167,7 +171,7 @@ def _working_bytes(config: Config, spec: ModelSpec, model: ModelFacts) -> float:
     layer = (model.params - model.embedding) / model.layers
     gathered = model.params if not training.reshard_after_forward else model.embedding + 2 * layer
     gradients = 4 * (model.embedding + layer) if spec.optimizer else 0
-    return max(activations + logits + gathered * BYTES[training.dtype] + gradients, 4 * model.params)
+    return activations + logits + gathered * BYTES[training.dtype] + gradients
 
 
 def _column_bytes(config: Config) -> float:

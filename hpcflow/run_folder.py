@@ -34,11 +34,19 @@ RECORDED_PACKAGES = (
 )
 
 
-def create(config: Config) -> Path:
-    """A new run directory ``<run.dir>/<name>-<date>-<time>[-<k>]`` (absolute path) with the config in it.
+def create(config: Config, run: Path | None = None) -> Path:
+    """A new run directory ``<run.dir>/<name>-<date>-<time>[-<k>]`` (absolute path) with the config in it, or ``run``.
 
-    However many processes start at once, each gets a directory of its own.
+    However many processes start at once, each gets a directory of its own. ValueError when ``run`` is there already.
     """
+    if run is not None:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mkdir(run)
+        except FileExistsError:
+            raise ValueError(f"{run} is there already, and is no run directory") from None
+        write_config(run, config)
+        return run
     parent = Path(config.run.dir).expanduser().absolute()
     parent.mkdir(parents=True, exist_ok=True)
     stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"

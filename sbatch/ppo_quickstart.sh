@@ -1,24 +1,45 @@
 #!/usr/bin/env bash
-# PPO on SmolLM2-135M-Instruct: the model learns to write cheerful sentences. Real MPI ranks, vLLM and FSDP2 on CPU cores.
+# SmolLM2-135M learns by PPO to write positive sentences: about 8 minutes on two cores.
 #
-#   bash sbatch/ppo_quickstart.sh [overrides]        any Linux machine: no Slurm, MPI or GPU needed
 #   sbatch sbatch/ppo_quickstart.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   e.g.  bash sbatch/ppo_quickstart.sh iterations=2 placement=split
+#   bash sbatch/ppo_quickstart.sh [overrides]        this machine, without Slurm
 #
-#SBATCH --job-name=ppo_quickstart
+# The text of: hpcflow submit --dry-run experiment=ppo_quickstart
+#
+#SBATCH --job-name=quickstart
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@120
+#SBATCH --nodes=1
+#SBATCH --ntasks=2
+#SBATCH --cpus-per-task=1
+#SBATCH --mem=4G
+#SBATCH hetjob
+#SBATCH --job-name=quickstart
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@120
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
-#SBATCH --cpus-per-task=4
-#SBATCH --mem=16G
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=8G
+#SBATCH hetjob
+#SBATCH --job-name=quickstart
 #SBATCH --time=00:30:00
-#SBATCH --output=%x-%j.log
+#SBATCH --signal=B:USR2@120
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=8G
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -f $(dirname -- "$script")/../tools/setup.sh ]]; then    # sbatch runs a copy of the script
-    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)
 
-bash "$root/tools/setup.sh"
-exec "$root/.venv/bin/hpcflow" train experiment=ppo_quickstart "$@"
+[[ ! -f $root/tools/setup.sh ]] || bash "$root/tools/setup.sh"
+export PYTHONSAFEPATH=1 PYTHONPATH=$root:$PWD${PYTHONPATH:+:$PYTHONPATH}
+exec "$root/.venv/bin/python" -m hpcflow train experiment=ppo_quickstart "$@"

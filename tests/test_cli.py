@@ -46,7 +46,12 @@ def test_train_makes_a_run_directory_and_launches_it(launches, runs, capsys):
     assert cli.main(["train", TINY, "iterations=2", "placement=split", "cluster.env={A: b}"]) == 0
     [(run, world, keywords)] = launches
     assert run.parent == runs and re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
-    assert world == 4 and keywords == {"launcher": "auto", "threads_per_rank": 1, "env": {"A": "b"}}
+    assert world == 4 and keywords == {
+        "launcher": "auto",
+        "slurm": config.Slurm(),
+        "threads_per_rank": 1,
+        "env": {"A": "b"},
+    }
     written = config.load(run / "config.yaml")
     assert (written.iterations, written.placement.name, written.experiment) == (2, "split", "tiny")
     stored = json.loads((run / "objects.json").read_text())
@@ -130,7 +135,7 @@ def test_memory_is_that_of_the_nodes_of_the_allocation(capsys, monkeypatch):
         "protocol.generation.engine=plain",
         "cluster.memory_gib=6.0",
     ]
-    monkeypatch.setattr(launch, "launcher_command", lambda launcher, size: ["srun"])
+    monkeypatch.setattr(launch, "launcher_command", lambda *_: ["srun"])
     assert cli.main(small) == 1
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")

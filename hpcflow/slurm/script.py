@@ -18,7 +18,7 @@ set -euo pipefail
 {setup}
 script=${{BASH_SOURCE[0]}}
 if [[ -n ${{SLURM_JOB_ID:-}} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
-    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\\([^ ]*\\).*/\\1/p' | head -n 1)
+    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\\(.*\\.sh\\).*/\\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)
 
@@ -28,16 +28,27 @@ exec "$root/.venv/bin/python" -m hpcflow {command}
 """
 
 
-def text(config: Config, words: list[str], resume: bool = False) -> str:
-    """The script that trains ``words``, the overrides of which ``config`` was composed.
-
-    ``resume``: the run directory comes as the script's first argument.
-    """
+def text(config: Config, words: list[str]) -> str:
+    """The script that trains ``words``, the overrides of which ``config`` was composed."""
     name = config.experiment or config.name
-    train = "train --resume " if resume else f"train {shlex.join(words)} "
-    setup = "".join(line + "\n" for line in config.cluster.slurm.setup)
-    body = BODY.format(setup=setup, command=train + '"$@"')
-    return "#!/usr/bin/env bash\n" + _head(name, words, resume) + directives(config) + body
+    head = _head(_experiment_says(name), name, "", shlex.join(words))
+    return head + directives(config) + _body(config, f"train {shlex.join(words)}")
+
+
+def resume_text(config: Config) -> str:
+    """The script that continues a run, whose directory is its first argument, on nodes as ``config`` needs them."""
+    said = f"Continue a run from its last committed iteration, on nodes for {config.name}. Any other run, on its own nodes: "
+    head = _head(said + "hpcflow submit --resume RUN", "resume", "RUN ", "--resume RUN")
+    return head + directives(config) + _body(config, "train --resume")
+
+
+def sweep_text(config: Config, words: list[str]) -> str:
+    """The script of a small job that submits one job for each point of ``words``, and compares them at the end."""
+    said = f"One job for each point of a sweep over {config.name}, a few at a time, and a table that compares them."
+    head = _head(said, "sweep_placements", "", "-m " + shlex.join(words))
+    options = {"job-name": "sweep"} | _job_options(config) | {"time": "7-00:00:00", "ntasks": 1, "mem": "2G"}
+    lines = "".join(f"#SBATCH {_flag(k, v)}\n" for k, v in options.items())
+    return head + lines + _body(config, f"train -m {shlex.join(words)}")
 
 
 def directives(config: Config, signal: str = "B:USR2") -> str:
@@ -59,7 +70,7 @@ def _job_options(config: Config) -> dict[str, Any]:
 
 def _block_options(config: Config, block: Block) -> dict[str, Any]:
     slurm, component = config.cluster.slurm, block.component
-    options = {
+    options: dict[str, Any] = {
         "account": slurm.account,
         "qos": slurm.qos,
         "reservation": slurm.reservation,
@@ -81,23 +92,26 @@ def _flag(name: str, value: Any) -> str:
     return flag if value is True else f"{flag}={shlex.quote(str(value))}"
 
 
-def _head(name: str, words: list[str], resume: bool) -> str:
-    """What the job is for, in the words of the experiment's own config, and how to use the script."""
-    said = "Continue a run from its last committed iteration." if resume else experiment_says(name)
-    argument = "RUN " if resume else ""
-    lines = textwrap.wrap(said, 110) if said else []
-    lines += [
+def _body(config: Config, command: str) -> str:
+    setup = "".join(line + "\n" for line in config.cluster.slurm.setup)
+    return BODY.format(setup=setup, command=command + ' "$@"')
+
+
+def _head(said: str, name: str, argument: str, words: str) -> str:
+    """What the job is for, how to start it, and which command writes this text."""
+    lines = [
+        *textwrap.wrap(said, 110),
         "",
         f"  sbatch sbatch/{name}.sh {argument}[overrides]      a cluster, after 'bash tools/setup.sh' on its login node",
         f"  bash sbatch/{name}.sh {argument}[overrides]        this machine, without Slurm",
         "",
-        f"The text of: hpcflow submit --dry-run {'--resume RUN ' if resume else ''}{shlex.join(words)}".rstrip(),
+        f"The text of: hpcflow submit --dry-run {words}",
         "",
     ]
-    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return "#!/usr/bin/env bash\n" + "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def experiment_says(name: str) -> str:
+def _experiment_says(name: str) -> str:
     """The comment at the top of an experiment's config, as one paragraph; "" where there is none."""
     path = share("configs") / "experiment" / f"{name}.yaml"
     if not path.is_file():

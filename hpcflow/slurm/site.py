@@ -104,15 +104,17 @@ def memory_problems(config: Config) -> Problems:
     for name in config.algorithm.models:
         if name in config.models and config.models[name].path is not None:
             facts[name] = model_facts(config.models[name].path)
-    needed = rank_memory(config, facts)
     for pool, ranks in config.placement.ranks().items():
         for block in blocks(config):
             if not set(ranks) & set(block.ranks):
                 continue
-            component, gib = block.component, sum(needed[pool].values())
+            component = block.component
+            needed = rank_memory(config, facts, gpu=component.gpus > 0)[pool]
+            gib = sum(needed.values())
             limit = config.cluster.gpu_memory_gib * component.gpus or component.memory_gib
             if limit and gib > limit:
-                parts = ", ".join(f"{what} {part:.1f}" for what, part in sorted(needed[pool].items(), key=lambda p: -p[1])[:4])
+                biggest = sorted(needed.items(), key=lambda part: -part[1])[:4]
+                parts = ", ".join(f"{what} {part:.1f}" for what, part in biggest)
                 key = "cluster.gpu_memory_gib" if component.gpus else f"cluster.components.{block.name}.memory_gib"
                 works = "more ranks, larger tensor_parallel, smaller micro_batch or kv_cache_gib"
                 yield Problem(

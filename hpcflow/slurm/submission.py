@@ -34,7 +34,7 @@ def submit(config: Config, words: Sequence[str], run: Path | None = None) -> tup
     ``words`` are the overrides of which ``config`` was composed. ValueError when a live job uses ``run`` already.
     """
     refuse_problems(config)
-    text = script.text(config, list(words), resume=run is not None)
+    text = script.text(config, list(words))
     if run is None:
         run = run_folder.create(config)
     else:
@@ -50,14 +50,13 @@ def submit(config: Config, words: Sequence[str], run: Path | None = None) -> tup
     return job, run
 
 
-def write(config: Config, words: Sequence[str], resume: bool) -> tuple[str, Path]:
-    """What would be submitted: the script, and the folder in which it and the resolved config are written."""
-    text = script.text(config, list(words), resume=resume)
+def write(config: Config, text: str) -> Path:
+    """The folder in which the script and the resolved config now are; nothing is submitted."""
     folder = Path(config.run.dir).expanduser().absolute() / "dry-run" / config.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump(config))
     (folder / "job.sh").write_text(text)
-    return text, folder
+    return folder
 
 
 def try_out(config: Config, words: Sequence[str]) -> str:

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Continue a run from its last committed iteration, on nodes for quickstart. Any other run, on its own nodes:
+# hpcflow submit --resume RUN
+#
+#   sbatch sbatch/resume.sh RUN [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
+#   bash sbatch/resume.sh RUN [overrides]        this machine, without Slurm
+#
+# The text of: hpcflow submit --dry-run --resume RUN
+#
+#SBATCH --job-name=quickstart
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@120
+#SBATCH --nodes=1
+#SBATCH --ntasks=2
+#SBATCH --cpus-per-task=1
+#SBATCH --mem=4G
+#SBATCH hetjob
+#SBATCH --job-name=quickstart
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@120
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=8G
+#SBATCH hetjob
+#SBATCH --job-name=quickstart
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@120
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=8G
+set -euo pipefail
+
+script=${BASH_SOURCE[0]}
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
+fi
+root=$(cd -- "$(dirname -- "$script")/.." && pwd)
+
+[[ ! -f $root/tools/setup.sh ]] || bash "$root/tools/setup.sh"
+export PYTHONSAFEPATH=1 PYTHONPATH=$root:$PWD${PYTHONPATH:+:$PYTHONPATH}
+exec "$root/.venv/bin/python" -m hpcflow train --resume "$@"
