@@ -171,7 +171,8 @@ def _evals(run: store.Run, history: list[Facts]) -> Iterable[str]:
         # After a resume there may be several; the change since the very beginning is of interest.
         if when != "before" or when not in means:
             means[when] = mean
-        yield f"held-out   {when}: reward {mean} ({mean.count} samples)"
+        passed = "".join(f", {name} {value:.3g}" for name, value in entry.items() if name.startswith("pass@"))
+        yield f"held-out   {when}: reward {mean} ({mean.count} samples){passed}"
     if "before" in means and "after" in means:
         yield f"held-out   before to after: {difference(means['before'], means['after'])}"
 

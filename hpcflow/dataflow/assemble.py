@@ -13,8 +13,11 @@ from hpcflow.workers.primitive import primitives_of
 WORKERS = {
     "actor": "hpcflow.workers.actor:Actor",
     "critic": "hpcflow.workers.critic:Critic",
+    "cost_critic": "hpcflow.workers.critic:CostCritic",
     "reference": "hpcflow.workers.reference:Reference",
     "reward": "hpcflow.workers.reward:Reward",
+    "cost": "hpcflow.workers.reward:Cost",
+    "tool": "hpcflow.workers.tool:Tool",
 }
 RECORDER, RECORDER_RANK = "recorder", 1
 GENERATES = "generate_sequences"

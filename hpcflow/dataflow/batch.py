@@ -38,12 +38,22 @@ class Handle:
 
 @dataclass(eq=False)
 class Origin:
-    """The columns that one call made: who owns which rows, and their stamp. Freed on the owners with the last holder."""
+    """The columns that one call made: who owns which rows, and their stamp. Freed on the owners with the last holder.
+
+    ``place``: the call among those of its iteration, "actor.generate_sequences#1".
+    """
 
     handle: Handle
     owners: tuple[Part, ...]
     stamp: Stamp
     release: Callable[[int, tuple[Part, ...]], None]
+    place: str = ""
+
+    def now(self, name: str) -> Origin:
+        """Itself; see `hpcflow.dataflow.recorded.Deferred`."""
+        return self
+
+    peek = now
 
     def __del__(self) -> None:
         self.release(self.handle.number, self.owners)
@@ -78,19 +88,19 @@ class Batch:
 
     def stamps(self) -> dict[str, Stamp]:
         """Iteration, producing model and weight version of each column."""
-        return {name: origin.stamp for name, origin in self.columns.items()}
+        return {name: origin.now(name).stamp for name, origin in self.columns.items()}
 
     def wait(self, timeout: float | None = None) -> Batch:
         """Until every column has been computed."""
-        for origin in self.columns.values():
-            origin.handle.wait(timeout)
+        for name, origin in self.columns.items():
+            origin.now(name).handle.wait(timeout)
         return self
 
     def transfers(self, names: Iterable[str], readers: tuple[Part, ...]) -> tuple[Transfer, ...]:
         """The transfers that bring these columns to ``readers``, one per call that made some of them."""
         by_origin: dict[int, tuple[Origin, list[str]]] = {}
         for name in names:
-            origin = self.columns[name]
+            origin = self.columns[name].now(name)
             by_origin.setdefault(origin.handle.number, (origin, []))[1].append(name)
         return tuple(
             Transfer(self._controller.number(), source, tuple(columns), origin.stamp, origin.owners, readers)

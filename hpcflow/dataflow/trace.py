@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from typing import Any
 from hpcflow.mpi.messages import Call, Report
 
 GENERATION = "generate_sequences"
+VALUE_BYTES = 1 << 16
 
 
 @dataclass
 class Node:
-    """One finished call. Times in unix seconds, ``busy`` in seconds per rank, ``bytes`` from other ranks."""
+    """One finished call. Times in unix seconds, ``busy`` in seconds per rank, ``bytes`` from other ranks, ``values`` by
+    rank (none of calls that change weights or only make columns)."""
 
     call: int
     iteration: int
@@ -30,13 +33,24 @@ class Node:
     held: int
     spans: list[tuple[str, int, float, float]]
     value: Any
+    values: dict[int, Any]
+    place: str
     advances: bool
     generates: bool
 
     def record(self) -> dict[str, Any]:
         """As the run directory keeps it."""
-        keys = ("call", "model", "method", "ranks", "start", "end", "busy", "bytes", "held", "spans")
+        keys = ("call", "place", "model", "method", "ranks", "start", "end", "busy", "bytes", "held", "spans", "values")
         return {key: getattr(self, key) for key in keys}
+
+
+def values_of(reports: dict[int, Report]) -> dict[int, Any]:
+    """What each rank returned; nothing when it is not plain data of moderate size, which JSON can keep."""
+    values = {rank: report.value for rank, report in reports.items() if report.value is not None}
+    try:
+        return values if len(json.dumps(values)) <= VALUE_BYTES else {}
+    except (TypeError, ValueError):
+        return {}
 
 
 @dataclass
@@ -68,6 +82,8 @@ class Trace:
                 held=max(report.held for report in reports.values()),
                 spans=[(n, rank, a, b) for rank, report in reports.items() for n, a, b in report.spans],
                 value=reports[call.ranks[-1]].value,
+                values={} if advances or call.writes else values_of(reports),
+                place=call.place,
                 advances=advances,
                 generates=call.method == GENERATION,
             )

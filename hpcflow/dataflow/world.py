@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 from hpcflow.dataflow.batch import Batch
 from hpcflow.dataflow.group import WorkerGroup
+from hpcflow.dataflow.recorded import Recorded
 from hpcflow.dataflow.trace import Trace
 from hpcflow.mpi.controller import Controller
 from hpcflow.mpi.messages import Call, Part, Spread
@@ -57,6 +59,11 @@ class World:
         self.controller.on_turn = self._flush_drops
         self.trace = Trace(pools)
         self.before_advance: Callable[[Batch], None] = lambda batch: None
+        self.before_issue: Callable[[Call], None] = lambda call: None
+        self.after_done: Callable[[Call, dict[int, Any]], None] = lambda call, reports: None
+        self.made: Callable[[Primitive, Batch], None] = lambda primitive, batch: None
+        self.recorded: Recorded | None = None  # in place of calls, while an iteration is computed again
+        self._places: Counter[str] = Counter()
         self._drops: list[tuple[int, tuple[Part, ...]]] = []
         self.models = SimpleNamespace()
         for name, member in members.items():
@@ -70,8 +77,19 @@ class World:
     def group(self, name: str) -> WorkerGroup:
         return getattr(self.models, name)
 
+    def begin(self, iteration: int) -> None:
+        """What is issued from now on belongs to this iteration."""
+        self.iteration = iteration
+        self._places.clear()
+
+    def place(self, node: str) -> str:
+        """The place of the next call of ``node`` ("actor.update_actor") in the iteration."""
+        self._places[node] += 1
+        return f"{node}#{self._places[node]}"
+
     def issue(self, call: Call) -> None:
         self._flush_drops()
+        self.before_issue(call)
         self.trace.issued(call)
         self.controller.issue(call)
 
@@ -103,6 +121,7 @@ class World:
         group = self.group(call.model)
         advances = call.method in group.primitives and group.primitives[call.method].kind == "advancing"
         self.trace.done(call, reports, advances)
+        self.after_done(call, reports)
 
 
 def _check_pools(pools: dict[str, tuple[int, ...]], members: dict[str, Member]) -> None:

@@ -1,8 +1,9 @@
-"""Checkpoints and digests of sharded tensors: safetensors files, one per rank, that any number of ranks can read.
+"""Checkpoints and digests of sharded tensors: safetensors files, one per rank, that any number of ranks can
+read.
 
-A folder holds ``NAME-of-RANKS.safetensors`` files. Each stores its rank's rows (dimension 0) of every tensor under
-``kind/name`` and, in the header's metadata, counters and the first row of each tensor. A reader copies the rows that
-it needs out of the files that have them, whatever the number of ranks was. Nothing is pickled.
+A folder holds ``NAME-of-RANKS.safetensors`` files. Each stores its rank's rows (dimension 0) of every tensor
+under ``kind/name`` and, in the header's metadata, counters and the first row of each tensor. A reader copies
+the rows that it needs out of the files that have them, whatever the number of ranks was. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 Groups = dict[str, dict[str, DTensor]]
 """kind ("model", "exp_avg", ...) -> name -> tensor sharded over dimension 0 of a one-dimensional mesh."""
+
+
+PIECE_BYTES = 1 << 24
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def first_row(tensor: DTensor) -> int:
@@ -35,19 +41,60 @@ def _local(groups: Groups) -> Iterator[tuple[str, DTensor, torch.Tensor]]:
             yield f"{kind}/{name}", tensor, tensor.to_local().detach()
 
 
+@dataclass
+class Snapshot:
+    """This rank's part at one moment, copied to host memory: it can be written while training goes on."""
+
+    name: str
+    parts: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+    def write(self, folder: Path) -> tuple[Path, str]:
+        """Write this rank's file, flushed to the disk. Returns its path and the blake2b digest of its
+        content.
+
+        In pieces, hashed on the way: neither holds the interpreter lock for long, so heartbeats go on.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        digest, path = hashlib.blake2b(digest_size=16), folder / self.name
+        with open(path, "wb", buffering=0) as file:
+            for piece in self._pieces():
+                digest.update(piece)
+                while len(piece):
+                    piece = piece[file.write(piece) :]
+            os.fsync(file.fileno())
+        return path, digest.hexdigest()
+
+    def _pieces(self) -> Iterator[memoryview]:
+        """The safetensors format: length of the header, header, the tensors' bytes."""
+        entries: dict[str, Any] = {"__metadata__": self.metadata}
+        end = 0
+        for key, tensor in self.parts.items():
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            entries[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        yield memoryview(len(header).to_bytes(8, "little") + header)
+        for tensor in self.parts.values():
+            raw = tensor.reshape(-1).view(torch.uint8).numpy().data
+            for begin in range(0, len(raw), PIECE_BYTES):
+                yield raw[begin : begin + PIECE_BYTES]
+
+
 @torch.no_grad()
-def save(folder: Path, groups: Groups, counters: dict[str, int]) -> None:
-    """Write this rank's file, flushed to the disk; collective (returns when all ranks have written)."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    folder.mkdir(parents=True, exist_ok=True)
+def snapshot(groups: Groups, counters: dict[str, int]) -> Snapshot:
+    """A copy of this rank's part. No communication."""
     parts, layout = {}, {}
     for key, tensor, local in _local(groups):
-        parts[key] = local.cpu().contiguous()
+        parts[key] = local.to("cpu", copy=True).contiguous()
         layout[key] = [first_row(tensor), list(tensor.shape)]
-    path = folder / f"{rank:05d}-of-{ranks:05d}.safetensors"
-    save_file(parts, path, {"counters": json.dumps(counters), "layout": json.dumps(layout)})
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    name = f"{dist.get_rank():05d}-of-{dist.get_world_size():05d}.safetensors"
+    return Snapshot(name, parts, {"counters": json.dumps(counters), "layout": json.dumps(layout)})
+
+
+def save(folder: Path, groups: Groups, counters: dict[str, int]) -> None:
+    """Write this rank's file, flushed to the disk; collective (returns when all ranks have written)."""
+    snapshot(groups, counters).write(folder)
     dist.barrier()
 
 
@@ -61,9 +108,10 @@ def load(folder: Path, groups: Groups) -> dict[str, int]:
     layouts = [json.loads(reader.metadata()["layout"]) for reader in readers]
     for key, tensor, local in _local(groups):
         if key not in layouts[0]:
-            raise ValueError(f"{folder}: the checkpoint has no {key}; it was saved by another model or optimizer")
+            raise ValueError(f"{folder} has no {key}; it was saved by another model or optimizer")
         if layouts[0][key][1] != list(tensor.shape):
-            raise ValueError(f"{folder}: {key} has shape {layouts[0][key][1]}, this model {list(tensor.shape)}")
+            shape = layouts[0][key][1]
+            raise ValueError(f"{folder}: {key} has shape {shape}, this model {list(tensor.shape)}")
         begin, end = first_row(tensor), first_row(tensor) + local.shape[0]
         for reader, layout in zip(readers, layouts, strict=True):
             piece, start = reader.get_slice(key), layout[key][0]
@@ -89,8 +137,8 @@ def _files(folder: Path) -> list[Path]:
 def digest(tensors: dict[str, DTensor]) -> str:
     """Hex digest of names, shapes and bits: equal on all ranks and for every number of ranks. Collective.
 
-    Each element's bits are mixed with its global index and summed modulo 2**64, so the sum does not depend on who
-    holds which rows.
+    Each element's bits are mixed with its global index and summed modulo 2**64, so the sum does not depend on
+    who holds which rows.
     """
     sums = torch.zeros(len(tensors), dtype=torch.int64)
     for index, tensor in enumerate(tensors.values()):
@@ -104,7 +152,10 @@ def digest(tensors: dict[str, DTensor]) -> str:
     device = next(iter(tensors.values())).to_local().device
     total = sums.to(device)
     dist.all_reduce(total)
-    text = [[name, list(t.shape), str(t.dtype), s] for (name, t), s in zip(tensors.items(), total.tolist(), strict=True)]
+    text = [
+        [name, list(tensor.shape), str(tensor.dtype), number]
+        for (name, tensor), number in zip(tensors.items(), total.tolist(), strict=True)
+    ]
     return hashlib.blake2b(json.dumps(text).encode(), digest_size=16).hexdigest()
 
 

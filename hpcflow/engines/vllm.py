@@ -138,6 +138,7 @@ class VLLMEngine:
                     seed=seed,
                     max_tokens=sampling.max_tokens,
                     stop=list(sampling.stop),
+                    stop_token_ids=list(sampling.stop_token_ids),
                     detokenize=bool(sampling.stop),
                     logprobs=0,
                 )

@@ -105,7 +105,9 @@ class RunWriter:
 
         Returns the stamps of its columns, which count as recorded now; `recorded` gives them.
         """
-        assert iteration not in self._live and iteration not in self._pending
+        assert iteration not in self._live
+        if iteration in self._pending:
+            return dict(self._pending[iteration].stamps)
         recordings = self.drafts.load(iteration)
         self.drafts.trim(iteration, len(recordings))  # what could not be read is computed again
         for found in recordings:

@@ -4,153 +4,119 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 
 import torch
 
-from hpcflow.config import Config, Loss
-from hpcflow.data.columns import Columns
+from hpcflow.config import Config
+from hpcflow.data.columns import Columns, Ragged
 from hpcflow.data.ids import seed_for
 from hpcflow.data.needs import needs_of
-from hpcflow.data.prompts import PromptSet
 from hpcflow.data.resolve import resolve
+from hpcflow.data.texts import TextSet
 from hpcflow.data.tokenizers import load_tokenizer
-from hpcflow.engines import generation_engine
-from hpcflow.reshard.layout import Layout
-from hpcflow.workers.model import Network, with_loss
+from hpcflow.workers.collect import COLLECTED, Collector
+from hpcflow.workers.generator import Generator
+from hpcflow.workers.model import Beside, with_loss
 from hpcflow.workers.primitive import Context, Output, Primitive, Rows, primitive
 
+ADVANTAGES = ("advantages", "returns", "loss_mask")
 
-class Actor(Network):
-    """Trained by the training engine, sampled by the generation engine on the same ranks."""
+
+class Actor(Generator):
+    """A generator that is trained by the configured advantage and policy loss."""
 
     def __init__(self, context: Context, *, config: Config, unique: str) -> None:
         super().__init__(context, config=config, unique=unique)
-        generation, sampling = config.protocol.generation, config.algorithm.sampling
-        self.layout = Layout(d=context.size, t_g=generation.tensor_parallel)
-        with context.span("build generation engine"):
-            self.generation = generation_engine(generation.engine)(
-                self.folder,
-                protocol=generation,
-                tensor_parallel=generation.tensor_parallel,
-                unique=unique,
-                max_prompt_tokens=config.data.max_prompt_tokens,
-                max_tokens=sampling.max_tokens,
-                trust_remote_code=config.trust_remote_code,
-            )
+        if config.algorithm.state is not None:
+            self.state = dict(config.algorithm.state.initial)
+        self._collector = Collector(config.algorithm.batch.prompts, context.index)
 
     @classmethod
     def configured(cls, found: dict[str, Primitive], config: Config) -> dict[str, Primitive]:
         algorithm = config.algorithm
         found = with_loss(found, "update_actor", algorithm.policy_loss, needs_of)
         wanted = needs_of(algorithm.advantage.function)
-        advantages = dataclasses.replace(
+        found["compute_advantages"] = dataclasses.replace(
             found["compute_advantages"],
             reads=wanted.always,
             optional=wanted.optional,
+            writes=ADVANTAGES + wanted.writes,
             written_with=(("kl", "ref_log_probs"),),
         )
-        return {**found, "compute_advantages": advantages}
-
-    @functools.cached_property
-    def _prompts(self) -> dict[str, PromptSet]:
-        data = self.config.data
-        tokenizer = load_tokenizer(self.folder, self.config.trust_remote_code)
-        return {
-            name: PromptSet(
-                path, tokenizer, chat=data.chat, system=data.system, max_prompt_tokens=data.max_prompt_tokens
-            )
-            for name, path in (("train", data.train), ("eval", data.eval))
-            if path
-        }
-
-    @primitive("3D_ALL_MICRO_DP", writes=("prompt_ids", "record"))
-    def load_prompts(
-        self, rows: Rows, parts: dict[int, tuple[int, int]], start: int, count: int, draws: int, source: str = "train"
-    ) -> Output:
-        """Prompts of positions start..start+count-1, ``draws`` rows each; every rank reads only its own rows.
-
-        Positions go through the prompts in the seeded order of each epoch.
-        """
-        lo, hi = parts[self.context.rank]
-        prompts = self._prompts[source]
-        ids, columns = prompts.span_rows(self.config.seed, start, count, draws, lo, hi)
-        return Output(columns, ids=ids)
-
-    @primitive(
-        "3D_ALL_MICRO_DP",
-        reads=("prompt_ids",),
-        writes=("response_ids", "rollout_log_probs", "old_log_probs", "truncated", "loss_mask"),
-        kind="replayable",
-        joins=True,
-    )
-    def generate_sequences(self, rows: Rows, greedy: bool = False) -> Columns:
-        """One response per row, seeded by (run seed, sample id). ``greedy``: the most likely tokens instead.
-
-        old_log_probs are the training engine's (``algorithm.old_log_probs=recompute``; then the first mini-batch's
-        ratio is exactly 1) or the generation engine's (``rollout``).
-        """
-        self._refresh()
-        prompts = rows["prompt_ids"].tolist()
-        seeds = [seed_for(self.config.seed, sample, self.context.group) for sample in rows.ids.tolist()]
-        self._agree(rows, prompts)
-        with self.context.span("generate"):
-            made = self.generation.generate(prompts, seeds, self.config.algorithm.sampling, greedy)
-        columns: Columns = {
-            "response_ids": made.response_ids,
-            "rollout_log_probs": made.log_probs,
-            "old_log_probs": made.log_probs,
-            "truncated": made.truncated,
-            "loss_mask": made.response_ids.like(torch.ones(len(made.response_ids.values), dtype=torch.bool)),
-        }
-        if self.config.algorithm.old_log_probs == "recompute" and not greedy:
-            with self.context.span("log-probs"):
-                columns["old_log_probs"] = self.engine.log_probs({**columns, "prompt_ids": rows["prompt_ids"]})
-        return columns
-
-    def _refresh(self) -> None:
-        """Training layout to generation layout: bring the generation engine to the current weights."""
-        if self.generation.version != self.version:
-            with self.context.span("reshard"):
-                self.generation.load_weights(self.engine.full_weights(), self.version)
-
-    def _agree(self, rows: Rows, prompts: list[list[int]]) -> None:
-        """All ranks generate with the same weights; the ranks of one engine with the same input.
-
-        Different inputs on the ranks of one engine would give garbage without an error.
-        """
-        text = repr((rows.ids.tolist(), prompts)).encode()
-        mine = hashlib.blake2b(text, digest_size=16).digest()
-        said = self.context.exchange(self.generation.version.to_bytes(8, "little") + mine)
-        versions = [int.from_bytes(each[:8], "little") for each in said]
-        if len(set(versions)) > 1:
-            raise RuntimeError(f"the ranks of {self.context.group} would generate with weight versions {versions}")
-        _, _, replica = self.layout.generation(self.context.index)
-        for other, each in enumerate(said):
-            if self.layout.generation(other)[2] == replica and each[8:] != mine:
-                raise RuntimeError(
-                    f"ranks {self.context.index} and {other} of {self.context.group} form one generation engine but "
-                    f"were given different prompts ({mine.hex()} and {each[8:].hex()})"
-                )
+        extra = needs_of(algorithm.state.function).always if algorithm.state else ()
+        if algorithm.pretrain and algorithm.pretrain.coef:
+            extra += ("pretrain_ids",)
+        update = found["update_actor"]
+        new = tuple(name for name in extra if name not in update.reads)
+        found["update_actor"] = dataclasses.replace(update, reads=update.reads + new)
+        return found
 
     @primitive("3D_PROTO", reads=("prompt_ids", "response_ids"), writes=("old_log_probs",))
     def compute_log_prob(self, rows: Rows) -> Columns:
         """Log-probs of the responses under the current weights."""
         return {"old_log_probs": self.engine.log_probs(rows.columns)}
 
-    @primitive("3D_PROTO", writes=("advantages", "returns", "loss_mask"))
+    @primitive("3D_PROTO", writes=ADVANTAGES)
     def compute_advantages(self, rows: Rows) -> Columns:
         """The configured advantage, where the data is; statistics over the whole batch from one number per row."""
         call = self.config.algorithm.advantage
-        return resolve(call.function)(rows.ids, rows.columns, self.gather, **call.args)
+        return resolve(call.function)(rows.ids, rows.columns, self.gather, **call.args, **self.state)
+
+    @primitive("3D_PROTO", reads=("prompt_ids",), writes=("pretrain_ids", "pretrain_loss"))
+    def compute_loss(self, rows: Rows) -> Output:
+        """A pretraining text for each sample, drawn by its id, and the loss per token of each under the current
+        weights (at the temperature of sampling): pretrain_ids ragged int64, pretrain_loss float32 [rows]."""
+        texts = [self._texts[seed_for(self.config.seed, i, "pretrain") % len(self._texts)] for i in rows.ids.tolist()]
+        ids = Ragged.from_lists(texts, torch.int64)
+        found = self.engine.log_probs(_as_response(ids))
+        loss = torch.tensor([-float(row.double().mean()) for row in found.split()])
+        return Output({"pretrain_ids": ids, "pretrain_loss": loss}, value={"pretrain_loss": self.mean(loss)})
+
+    @functools.cached_property
+    def _texts(self) -> TextSet:
+        pretrain = self.config.algorithm.pretrain
+        tokenizer = load_tokenizer(self.folder, self.config.trust_remote_code)
+        return TextSet(self.config.data.pretrain, tokenizer, max_tokens=pretrain.max_tokens)
 
     @primitive("3D_PROTO", reads=("prompt_ids", "response_ids", "loss_mask"), kind="advancing")
     def update_actor(self, rows: Rows) -> dict[str, float]:
-        """One update by the configured policy loss; the weight version is one higher afterwards."""
-        loss: Loss = self.config.algorithm.policy_loss
-        return self.update(rows, loss)
+        """One update by the configured policy loss, beside it the pretraining loss if it counts; the weight version is
+        one higher afterwards, and the state is what its function makes of this batch."""
+        algorithm = self.config.algorithm
+        beside: list[Beside] = []
+        if "pretrain_ids" in rows.columns:
+            pretrain = algorithm.pretrain
+            columns = _as_response(rows["pretrain_ids"])
+            beside.append(("pretrain", columns, pretrain.function, pretrain.coef))
+        metrics = self.update(rows, algorithm.policy_loss, beside)
+        if algorithm.state is not None:
+            call = algorithm.state
+            self.state = resolve(call.function)(self.state, rows.ids, rows.columns, self.gather, **call.args)
+        return metrics | self.state
 
-    def close(self) -> None:
-        self.generation.close()
+    # -- dynamic sampling
+
+    @primitive("3D_PROTO", reads=COLLECTED, kind="replayable")
+    def keep_groups(self, rows: Rows) -> int:
+        """Keep these samples for `take_groups`. Returns how many prompts the batch still lacks whose draws teach
+        something: not all their advantages are 0."""
+        advantages = self.compute_advantages(rows)["advantages"]
+        teaches = torch.tensor([bool((row != 0).any()) for row in advantages.split()], dtype=torch.bool)
+        return self._collector.add(rows, teaches, self.gather)
+
+    @primitive("3D_PROTO", writes=COLLECTED)
+    def take_groups(self, rows: Rows, parts: dict[int, tuple[int, int]]) -> Output:
+        """The batch: prompts that teach something in the order in which they were kept, filled up with others."""
+        total = max(hi for _, hi in parts.values())
+        return self._collector.take(*parts[self.context.rank], total, self.context.exchange)
 
 
+def _as_response(ids: Ragged) -> Columns:
+    """Each text as the response to its own first token."""
+    rows = ids.split()
+    rest = Ragged.from_lists([row[1:] for row in rows], torch.int64)
+    return {
+        "prompt_ids": Ragged.from_lists([row[:1] for row in rows], torch.int64),
+        "response_ids": rest,
+        "loss_mask": rest.like(torch.ones(len(rest.values), dtype=torch.bool)),
+    }

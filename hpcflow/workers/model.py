@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import json
+import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hpcflow.config import Config, Loss, ModelSpec
+from hpcflow.data.columns import Columns
 from hpcflow.data.ids import seed_for
 from hpcflow.data.models import resolve_model
 from hpcflow.data.resolve import resolve
 from hpcflow.engines import training_engine
+from hpcflow.engines.objective import Term
+from hpcflow.store.checkpoint import file_digest
 from hpcflow.workers.host import join_pool
 from hpcflow.workers.primitive import Context, Primitive, Rows, primitive
+
+
+STATE = "state.json"
+Beside = tuple[str, Columns, str, float]
+"""A further term of a loss: name of its metric, columns, dotted path of the loss per token, weight."""
 
 
 class Model:
@@ -37,11 +48,32 @@ class Model:
         """The class's primitives as this config uses them."""
         return found
 
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A small tensor of every rank, in row order."""
+        payload = tensor.contiguous().numpy().tobytes()
+        shape = tensor.shape[1:]
+        received = self.context.exchange(payload)
+        return [
+            torch.frombuffer(bytearray(each), dtype=tensor.dtype).view(-1, *shape)
+            if each
+            else torch.empty((0, *shape), dtype=tensor.dtype)
+            for each in received
+        ]
+
+    def mean(self, values: torch.Tensor) -> float:
+        """Mean of the values [n] of all ranks; NaN where there are none."""
+        parts = torch.stack(self.gather(torch.tensor([math.fsum(values.tolist()), len(values)], dtype=torch.float64)))
+        total, count = parts.view(-1, 2).sum(0).tolist()
+        return total / count if count else math.nan
+
+
 
 class Network(Model):
     """A model with weights, sharded over its pool by the training engine.
 
-    ``head``: see the engine. It is trained when the config gives it an optimizer.
+    ``head``: see the engine. It is trained when the config gives it an optimizer. ``state``: numbers that one update
+    hands to the next (the coefficient of a penalty, say), the same on all ranks; part of every checkpoint. Only an
+    advancing primitive may change them: what is replayed are those alone.
     """
 
     head = "lm"
@@ -49,6 +81,9 @@ class Network(Model):
     def __init__(self, context: Context, *, config: Config, unique: str) -> None:
         super().__init__(context, config=config, unique=unique)
         join_pool(context)
+        self.state: dict[str, float] = {}
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._writing: concurrent.futures.Future | None = None
         self.folder = resolve_model(self.spec.path)
         protocol = config.protocol.training
         trained = self.spec.optimizer is not None
@@ -69,10 +104,14 @@ class Network(Model):
 
     # -- learning
 
-    def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
-        """One update: ``epochs`` passes over the batch in global mini-batches. Returns the mean of their metrics."""
-        function = functools.partial(resolve(loss.function), **loss.args)
-        steps = self.engine.train(rows.columns, self._mini_batches(rows), function, loss.agg)
+    def update(self, rows: Rows, loss: Loss, beside: Sequence[Beside] = ()) -> dict[str, float]:
+        """One update: ``epochs`` passes over the batch in global mini-batches. Returns the mean of their metrics.
+
+        ``beside``: further terms of the loss, over columns with the same rows in the same mini-batches.
+        """
+        function, chosen = functools.partial(resolve(loss.function), **loss.args), self._mini_batches(rows)
+        terms = [Term(name, columns, chosen, resolve(path), weight=weight) for name, columns, path, weight in beside]
+        steps = self.engine.train(rows.columns, chosen, function, loss.agg, terms)
         names = sorted({name for step in steps for name in step})
         return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
 
@@ -97,45 +136,62 @@ class Network(Model):
             chosen += [parts[k] for k in order]
         return chosen
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A small tensor of every rank, in row order."""
-        payload = tensor.contiguous().numpy().tobytes()
-        shape = tensor.shape[1:]
-        received = self.context.exchange(payload)
-        return [
-            torch.frombuffer(bytearray(each), dtype=tensor.dtype).view(-1, *shape)
-            if each
-            else torch.empty((0, *shape), dtype=tensor.dtype)
-            for each in received
-        ]
-
     # -- keeping
 
     @primitive("ONE_TO_ALL")
-    def save(self, rows: Rows, folder: str) -> int:
-        """Weights, optimizer, version and random state into ``folder``, by all ranks. Returns the version."""
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        self.engine.save(target)
-        torch.save(torch.get_rng_state(), self._random_state(target))
-        return self.version
+    def save(self, rows: Rows, folder: str) -> tuple[int, str]:
+        """Begin to write weights, optimizer, version, state and random state into ``folder``, by all ranks.
+
+        They are copied now and written by a thread while the model goes on; `saved` waits for it. There is one copy at
+        a time: a second `save` first waits for the first. Returns the version and the digest of the weights.
+        """
+        if self._writing is not None:
+            self._writing.result()
+        taken, target = self.engine.snapshot(), Path(folder)
+        random_state, state = torch.get_rng_state(), dict(self.state)
+
+        def write() -> dict[str, str]:
+            path, digest = taken.write(target)
+            taken.parts.clear()
+            torch.save(random_state, self._random_state(target))
+            if self.context.index == 0:
+                (target / STATE).write_text(json.dumps(state))
+            return {f"{target.name}/{path.name}": digest}
+
+        self._writing = self._writer.submit(write)
+        return self.version, self.engine.weights_digest()
 
     @primitive("ONE_TO_ALL")
-    def load(self, rows: Rows, folder: str) -> int:
-        """Continue from a folder that any number of ranks has saved. Returns the version."""
-        self.engine.load(Path(folder))
-        state = self._random_state(Path(folder))
-        if state.exists():
-            torch.set_rng_state(torch.load(state, weights_only=True))
-        return self.version
+    def saved(self, rows: Rows) -> dict[str, str]:
+        """Wait until this rank has written what `save` began. Returns the digests of its large files by name. OSError
+        when it could not be written."""
+        writing, self._writing = self._writing, None
+        return writing.result() if writing else {}
+
+    @primitive("ONE_TO_ALL")
+    def load(self, rows: Rows, folder: str, digests: dict[str, str]) -> tuple[int, str]:
+        """Continue from a folder that any number of ranks has saved. Returns the version and the digest of the weights.
+
+        ``digests``: of the folder's files, by name; the ranks share the reading. ValueError names a file whose content
+        has another one.
+        """
+        source = Path(folder)
+        for name in sorted(digests)[self.context.index :: self.context.size]:
+            found = file_digest(source / name)
+            if found != digests[name]:
+                raise ValueError(
+                    f"{source / name} is damaged: its content has digest {found}, written was {digests[name]}. Move "
+                    f"{source.parent} out of {source.parent.parent} and resume: then the checkpoint before it counts"
+                )
+        self.engine.load(source)
+        self.state = json.loads((source / STATE).read_text())
+        random_state = self._random_state(source)
+        if random_state.exists():
+            torch.set_rng_state(torch.load(random_state, weights_only=True))
+        return self.version, self.engine.weights_digest()
 
     def _random_state(self, folder: Path) -> Path:
         return folder / f"random_{self.context.size}_{self.context.index}.pt"
-
-    @primitive("ONE_TO_ALL")
-    def weights_digest(self, rows: Rows) -> str:
-        """Hex digest of the weights, the same under every layout."""
-        return self.engine.weights_digest()
 
     @primitive("ONE_TO_ALL")
     def memory(self, rows: Rows) -> dict[str, int]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from hpcflow.mpi.messages import Stamp
 from hpcflow.store.checkpoint import CheckpointDir
+from hpcflow.store.evaluation import pass_at, summary
 from hpcflow.store.writer import RunWriter
-from hpcflow.workers.primitive import Context, Rows, primitive
+from hpcflow.workers.primitive import Context, Output, Rows, primitive
 
 
 class Recorder:
@@ -25,9 +26,29 @@ class Recorder:
         self.checkpoints = CheckpointDir(self.run)
 
     @primitive("ONE_TO_ALL")
-    def record(self, rows: Rows, iteration: int, stamps: dict[str, Stamp]) -> None:
-        """Buffer columns of an iteration with their stamps."""
-        self.writer.record(iteration, rows.ids, rows.columns, {name: tuple(stamp) for name, stamp in stamps.items()})
+    def record(
+        self, rows: Rows, iteration: int, stamps: dict[str, Stamp], places: dict[str, str], restart: bool
+    ) -> None:
+        """Make columns of an iteration durable, with stamps and places. ``restart``: of other samples than before."""
+        plain = {name: tuple(stamp) for name, stamp in stamps.items()}
+        self.writer.record(
+            iteration, rows.ids, rows.columns, plain, places=places, draft=True, restart=restart
+        )
+
+    @primitive("ONE_TO_ALL")
+    def recorded(self, rows: Rows, iteration: int) -> tuple[int, dict[str, str]]:
+        """What is recorded of an iteration, committed or by an earlier launch that did not commit it: number of rows,
+        column -> place. (0, {}) when nothing is."""
+        if iteration not in self.writer.iterations and not self.writer.recover(iteration):
+            return 0, {}
+        found = self.writer.recorded(iteration)
+        return len(found.ids), found.places
+
+    @primitive("ONE_TO_ALL")
+    def replay(self, rows: Rows, iteration: int, parts: dict[int, tuple[int, int]]) -> Output:
+        """The recorded columns of an iteration. What it writes, the caller says."""
+        found = self.writer.recorded(iteration)
+        return Output(found.columns, ids=found.ids)
 
     @primitive("ONE_TO_ALL")
     def commit(self, rows: Rows, iteration: int, facts: dict[str, Any]) -> dict[str, float]:
@@ -35,29 +56,35 @@ class Recorder:
         return self.writer.commit(iteration, facts)
 
     @primitive("ONE_TO_ALL")
-    def rewind(self, rows: Rows, iteration: int) -> list[int]:
-        """Committed iterations from this one on no longer count."""
-        return self.writer.rewind(iteration)
+    def go_on(self, rows: Rows, iteration: int) -> tuple[int, list[int]]:
+        """(first, gone): the first iteration from ``iteration`` on that is not committed; later ones, which count no more."""
+        committed = set(self.writer.iterations)
+        while iteration in committed:
+            iteration += 1
+        later = [i for i in committed if i > iteration]
+        return iteration, self.writer.rewind(iteration) if later else []
 
     @primitive("ONE_TO_ALL")
-    def evaluation(self, rows: Rows, when: str, iteration: int) -> dict[str, Any]:
-        """Append the mean reward of held-out prompts to RUN/evals.jsonl."""
-        good = rows["reward"][rows["reward_ok"]].double()
-        spread = float(good.std() / len(good) ** 0.5) if len(good) > 1 else 0.0
-        entry = {
-            "when": when,
-            "iteration": iteration,
-            "reward_mean": float(good.mean()) if len(good) else None,
-            "reward_se": spread,
-            "samples": len(good),
-            "failed": int((~rows["reward_ok"]).sum()),
-            "time": time.time(),
-        }
+    def evaluation(self, rows: Rows, when: str, iteration: int, passing: float | None) -> dict[str, Any]:
+        """Append the mean reward of held-out prompts to RUN/evals.jsonl, and with ``passing`` pass@k."""
+        scores = (rows.ids, rows["reward"], rows["reward_ok"])
+        entry = {"when": when, "iteration": iteration, **summary(*scores), "time": time.time()}
+        if passing is not None:
+            entry |= {"passing": passing, **pass_at(*scores, passing)}
         with (self.run / "evals.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
             file.flush()
             os.fsync(file.fileno())
         return entry
+
+    @primitive("ONE_TO_ALL")
+    def require_space(self, rows: Rows, needed: int, copies: int) -> int:
+        """OSError when ``needed`` bytes for each of ``copies`` checkpoints, less those there, are not free. Returns the
+        number of free bytes."""
+        missing = max(1, copies - len(self.checkpoints.complete()))
+        self.checkpoints.require_space(needed * missing)
+        stat = os.statvfs(self.run)
+        return stat.f_bavail * stat.f_frsize
 
     @primitive("ONE_TO_ALL")
     def begin_checkpoint(self, rows: Rows, iteration: int, needed: int) -> str:
@@ -66,9 +93,12 @@ class Recorder:
         return str(self.checkpoints.begin(iteration))
 
     @primitive("ONE_TO_ALL")
-    def finish_checkpoint(self, rows: Rows, iteration: int, meta: dict[str, Any], keep: int) -> str:
-        """Complete what was begun; older ones beyond ``keep`` go."""
-        done = self.checkpoints.finish(iteration, meta)
+    def finish_checkpoint(
+        self, rows: Rows, iteration: int, meta: dict[str, Any], digests: dict[str, str], keep: int
+    ) -> str:
+        """Complete what was begun; older ones beyond ``keep`` go. ``digests``: of files, as their writers know them."""
+        commit = self.writer.sequence_of(iteration)
+        done = self.checkpoints.finish(iteration, meta, commit=commit, digests=digests)
         self.checkpoints.retain(keep)
         return str(done.folder)
 

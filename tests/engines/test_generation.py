@@ -121,6 +121,10 @@ def one_rank(name: str, path: str, folder: Path) -> dict[str, Any]:
     found["gap at 0.7"] = gap(tempered, prompts(), trainer(path, temperature=0.7))
     word = f"t{found['greedy'][0][0][3]}"
     stopping = Sampling(max_tokens=12, stop=[word])
+    token = told(engine.generate(prompts(), seeds(), Sampling(max_tokens=12), greedy=True))[0][0][2]
+    by_token = Sampling(max_tokens=12, stop_token_ids=[token])
+    found["stop_token"] = token
+    found["stopped_by_token"] = told(engine.generate(prompts(), seeds(), by_token, greedy=True))
     found["stopped"], found["word"] = told(engine.generate(prompts(), seeds(), stopping, greedy=True)), word
     found["refused"] = []
     for asked in ([[5]] * 3 + [[6] * 60], [[5], []]):
@@ -232,6 +236,17 @@ def test_stop_texts_end_a_response(found: dict, name: str) -> None:
         else:
             assert (tokens, cut) == (free, free_cut)
     assert len(found[name]["stopped"][0][0]) <= 4
+
+
+@pytest.mark.parametrize("name", ["vllm", "plain"])
+def test_stop_tokens_end_a_response(found: dict, name: str) -> None:
+    """The token that ends it is part of it; only what the limit cut off is truncated."""
+    token = found[name]["stop_token"]
+    for (stopped, _, cut), (greedy, _, _) in zip(found[name]["stopped_by_token"], found[name]["greedy"], strict=True):
+        end = greedy.index(token) + 1 if token in greedy else len(greedy)
+        assert stopped == greedy[:end]
+        assert cut == (end == 12 and greedy[-1] != token and cut)
+    assert len(found[name]["stopped_by_token"][0][0]) <= 3 and not found[name]["stopped_by_token"][0][2]
 
 
 @pytest.mark.parametrize("name", ["vllm", "plain"])

@@ -1,6 +1,7 @@
 """Foreign, damaged, newer, read-only files; a full disk; two writers. None costs an iteration."""
 
 import errno
+import fcntl
 import os
 import subprocess
 
@@ -202,6 +203,19 @@ def test_a_read_only_file_system_is_read(tmpfs):
     assert reader.skipped == {}
     with pytest.raises(OSError, match="Read-only"):
         store.RunWriter(tmpfs)
+
+
+def test_files_that_somebody_else_has_locked_are_read(run):
+    """HDF5's own locks are off: parallel file systems have none, or hang on them."""
+    locked = [open(run / "iterations" / name, "rb") for name in names(run)]
+    for file in locked:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    reader = store.open(run)
+    for iteration in range(3):
+        assert_iteration(reader, iteration)
+    with store.RunWriter(run) as writer:
+        write(writer, 3)
+    assert store.open(run).iterations == [0, 1, 2, 3]
 
 
 def test_lines_survive_a_torn_one(tmp_path):

@@ -12,17 +12,22 @@ import pytest
 from hpcflow import store
 from hpcflow.store import reader as reader_module
 from hpcflow.store import segments
-from tests.store.runs import assert_iteration, ids_of, write
+from tests.store.runs import assert_iteration, columns_of, ids_of, write
 
 KILLS = 24
 
 
 def write_forever(run: Path, pipe, stop_at: int) -> None:
-    """In a process of its own: commit iteration after iteration, acknowledging each."""
+    """In a process of its own: record (as drafts) and commit iteration after iteration, acknowledging each."""
     segments.FAN = 3
     with store.RunWriter(run) as writer:
         for iteration in range(len(writer.iterations), stop_at):
-            write(writer, iteration)
+            known = writer.recover(iteration)
+            for name, column in columns_of(iteration).items():
+                if name not in known:
+                    stamp = {name: (iteration, "actor", iteration)}
+                    writer.record(iteration, ids_of(iteration), {name: column}, stamp, draft=True)
+            writer.commit(iteration, {"versions": {"actor": iteration + 1}})
             pipe.send(iteration)
 
 
@@ -67,6 +72,7 @@ def test_kills_at_random_instants_lose_no_acknowledged_iteration(tmp_path, proce
     ]
     for iteration in run.iterations:
         assert_iteration(run, iteration)
+    assert run.damage() == {} and run.superseded == []
 
 
 def test_a_reader_follows_a_live_run(tmp_path, processes):

@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+import torch
 
 from hpcflow import store
 from hpcflow.store import durable, schema, segments
@@ -240,3 +241,19 @@ def test_the_merged_file_is_plain_hdf5_with_the_documented_layout(tmp_path, monk
         assert commit["columns/response_ids"][()].tolist() == [10, 10, 11, 12]
         assert commit["lengths/response_ids"][()].tolist() == [1, 2, 0, 1]
         assert "reward" not in commit["lengths"] and commit["ids"][()].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.slow
+def test_ten_thousand_iterations_with_drafts_are_under_a_hundred_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable.os, "fsync", lambda _: None)
+    most = 0
+    with store.RunWriter(tmp_path) as writer:
+        for iteration in range(10_000):
+            columns = {"reward": torch.ones(2)}
+            ids = torch.tensor([2 * iteration, 2 * iteration + 1])
+            writer.record(iteration, ids, columns, {"reward": (iteration, "m", 0)}, draft=True)
+            writer.commit(iteration, {})
+            if iteration % 101 == 0 or iteration > 9_980:
+                most = max(most, sum(path.is_file() for path in tmp_path.rglob("*")))
+    assert most < 100
+    assert len(store.open(tmp_path).iterations) == 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -16,21 +17,24 @@ from tests.training.programs import TINY, start, train
 from tests.training.test_same_training import digests, equal, placed
 
 
-def go_on(run: Path, overrides: list[str]) -> None:
+def go_on(run: Path, overrides: list[str]) -> str:
+    """Continue a run; returns what it printed."""
     config = cli._resumed(run, overrides, None)
     run_folder.write_config(run, config)
-    start(config, run).check()
+    return start(config, run).check().stdout
 
 
 def test_resume_is_bitwise_the_run_in_one_go(tmp_path: Path) -> None:
-    """4 iterations against 2 + resume + 2: ids, every column, losses, weights; and with one iteration to redo."""
+    """4 iterations against 2 + resume + 2: ids, every column, losses, weights; and with one iteration to replay."""
     whole = train(tmp_path / "whole", [*placed("colocate"), "iterations=4"])[0]
     parts = train(tmp_path / "parts", [*placed("colocate"), "iterations=2"])[0]
     go_on(parts.path, ["iterations=4"])
-    # the same, but killed one iteration after its last checkpoint: that iteration is computed again
+    # the same, but killed one iteration after its last checkpoint: that iteration is replayed
     redone = train(tmp_path / "redone", [*placed("colocate"), "iterations=3", "run.checkpoint_every=2"])[0]
     shutil.rmtree(redone.path / "checkpoints" / "iteration_2")
-    go_on(redone.path, ["iterations=4"])
+    said = go_on(redone.path, ["iterations=4"])
+    assert "iteration 3 replayed" in said and "metrics of its updates as recorded" in said
+    assert "calls made besides" not in said  # nothing was generated or scored
     for other in (open_run(parts.path), open_run(redone.path)):
         assert other.iterations == [0, 1, 2, 3]
         for number in other.iterations:
@@ -81,7 +85,40 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     victim = max((newest.folder / "actor").iterdir(), key=lambda path: path.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-10])
     assert latest(run.path).iteration == 0
-    go_on(run.path, ["iterations=3"])
+    said = go_on(run.path, ["iterations=3"])
+    assert "iteration_1 does not count: damaged" in said and "iteration 2 replayed" in said
     again = open_run(run.path)
-    assert again.iterations == [0, 1, 2]
-    assert again.superseded
+    assert again.iterations == [0, 1, 2] and again.superseded == []
+
+
+def test_branching_from_any_committed_iteration(tmp_path: Path) -> None:
+    """In the middle between two checkpoints, then back to the beginning: each time the same run again."""
+    options = ["iterations=4", "run.checkpoint_every=2", "run.keep=2"]
+    run = train(tmp_path, [*placed("colocate"), *options])[0]
+    columns = {k: dict(run.iteration(k).columns) for k in run.iterations}
+    weights = digests(run)
+    for done, loaded in ((3, 2), (0, 0)):
+        assert cli._split(f"{run.path}@{done}") == (str(run.path), done)
+        text = run_folder.branch(run.path, done)
+        assert text == f"branching after iteration {done}; iterations {done + 1} to 4 count no more"
+        assert run_folder.iterations_done(run.path) == loaded
+        said = go_on(run.path, [])
+        assert ("iteration 3 replayed" in said) == (done == 3)
+        again = open_run(run.path)
+        assert again.iterations == [0, 1, 2, 3] and again.damage() == {}
+        for k in again.iterations:
+            assert all(equal(columns[k][name], column) for name, column in again.iteration(k).columns.items())
+        assert digests(again) == weights
+    assert [iteration for iteration, _ in again.superseded] == [3, 0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"@9: iteration 9 is not in the run; committed are 1 to 4"):
+        run_folder.branch(run.path, 9)
+
+
+def test_replay_under_another_data_parallel_size(tmp_path: Path) -> None:
+    """Recorded samples are replayed: same samples, losses within rounding, and the run goes on from there."""
+    run = train(tmp_path, [*placed("colocate"), "iterations=2"])[0]
+    shutil.rmtree(run.path / "checkpoints")
+    said = go_on(run.path, ["iterations=3", *placed("one")])
+    gaps = [float(word) for word in re.findall(r"as recorded to (\S+)", said)]
+    assert len(gaps) == 2 and max(gaps) < 1e-3
+    assert open_run(run.path).iterations == [0, 1, 2]
