@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [ROOT / name for name in ("sbatch/ppo_quickstart.sh", "tools/setup.sh", "tools/test.sh", ".ci/run")]
+SCRIPTS = [*ROOT.glob("sbatch/*.sh"), *(ROOT / name for name in ("tools/setup.sh", "tools/test.sh", ".ci/run"))]
 
 
 def executable(path: Path, text: str) -> None:
@@ -148,7 +148,8 @@ def test_a_second_one_waits_for_the_first(checkout: Path) -> None:
 def test_quickstart_from_any_folder(checkout: Path, tmp_path: Path, under_slurm: bool) -> None:
     """Under Slurm the script is a copy elsewhere, and scontrol knows where it came from."""
     executable(checkout / "tools/setup.sh", "echo set up\n")
-    executable(checkout / ".venv/bin/hpcflow", 'printf "<%s>" "$@"\n')
+    executable(checkout / ".venv/bin/python", 'printf "<%s>" "$@"\n')
+    (checkout / "hpcflow").mkdir()
     script, env = checkout / "sbatch/ppo_quickstart.sh", {**os.environ}
     env.pop("SLURM_JOB_ID", None)
     if under_slurm:
@@ -163,6 +164,5 @@ def test_quickstart_from_any_folder(checkout: Path, tmp_path: Path, under_slurm:
         script = copy
     arguments = ["iterations=2", "data.system=be kind"]
     done = subprocess.run(["bash", str(script), *arguments], cwd="/", env=env, capture_output=True, text=True)
-    assert done.stdout == "set up\n<train><experiment=ppo_quickstart><iterations=2><data.system=be kind>", (
-        done.stderr
-    )
+    expected = "<-m><hpcflow><train><experiment=ppo_quickstart><iterations=2><data.system=be kind>"
+    assert done.stdout == f"set up\n{expected}", done.stderr

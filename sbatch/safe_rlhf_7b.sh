@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Safe RLHF on a Llama 2 7B: the policy on one node of eight 80 GiB GPUs, both critics, the reward and the cost
+# model on another.
+#
+#   sbatch sbatch/safe_rlhf_7b.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
+#   bash sbatch/safe_rlhf_7b.sh [overrides]        this machine, without Slurm
+#
+# The text of: hpcflow submit --dry-run experiment=safe_rlhf_7b
+#
+#SBATCH --job-name=safe_rlhf_7b
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR2@300
+#SBATCH --nodes=1
+#SBATCH --ntasks=2
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=16G
+#SBATCH hetjob
+#SBATCH --job-name=safe_rlhf_7b
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR2@300
+#SBATCH --nodes=2
+#SBATCH --ntasks=16
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=880G
+set -euo pipefail
+
+script=${BASH_SOURCE[0]}
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
+fi
+root=$(cd -- "$(dirname -- "$script")/.." && pwd)
+
+[[ ! -f $root/tools/setup.sh ]] || bash "$root/tools/setup.sh"
+export PYTHONSAFEPATH=1 PYTHONPATH=$root:$PWD${PYTHONPATH:+:$PYTHONPATH}
+exec "$root/.venv/bin/python" -m hpcflow train experiment=safe_rlhf_7b "$@"
