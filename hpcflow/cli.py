@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def train(args: argparse.Namespace) -> int:
         if args.resume or args.dry_run or args.as_submitted:
             raise ValueError("-m starts one run per point, and continues those that it began; works: without other options")
         return sweep.run(args.overrides, args.config_dir, at_once=args.at_once)
+    args.resume, branch = _split(args.resume)
     resume, config = _to_train(args)
     _refuse_problems(config)
     if args.dry_run:
@@ -51,11 +53,13 @@ def train(args: argparse.Namespace) -> int:
         return 0
     from hpcflow import run_folder
 
-    if resume and run_folder.iterations_done(resume) >= config.iterations:
+    if resume and branch is None and run_folder.iterations_done(resume) >= config.iterations:
         print(f"{resume}: all {config.iterations} iterations are done; to go on, add iterations=<more>")
         return 0
     run = resume.absolute() if resume else run_folder.create(config)
     with run_folder.locked(run):
+        if branch is not None:
+            print(run_folder.branch(run, branch))
         if resume:
             run_folder.write_config(run, config)
         print(f"run directory {run}", flush=True)
@@ -91,7 +95,13 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Print every breach of a config and exit 1, or the launch plan and its memory and exit 0."""
+    """Print every breach of a config, or all damage in a run directory, and exit 1; else the launch plan and exit 0."""
+    if len(args.overrides) == 1 and Path(args.overrides[0]).is_dir():
+        from hpcflow.store.verification import verify
+
+        lines, well = verify(Path(args.overrides[0]))
+        print("\n".join(lines))
+        return 0 if well else 1
     try:
         config = compose(args.overrides, args.config_dir)
         problems = _problems(config)
@@ -123,6 +133,14 @@ def _to_train(args: argparse.Namespace) -> tuple[Path | None, Config]:
     config = compose(args.overrides, args.config_dir)
     begun = job.find_run(Path(config.run.dir).expanduser()) if job.restarted() else None
     return begun, load(begun / "config.yaml") if begun else config
+
+
+def _split(resume: str | None) -> tuple[str | None, int | None]:
+    """``RUN@N`` -> (RUN, N); a folder whose own name ends so is a folder."""
+    match = re.fullmatch(r"(.+)@(\d+)", resume or "")
+    if match is None or Path(resume).is_dir():
+        return resume, None
+    return match[1], int(match[2])
 
 
 def _launched(run: Path, config: Config, resumed: bool) -> int:
@@ -256,7 +274,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
         sub.add_argument("--config-dir", metavar="DIR", help="config groups of your own, searched first")
         if name != "check":
-            sub.add_argument("--resume", metavar="RUN", help="continue this run directory from its last checkpoint")
+            at = "[@N]" if name == "train" else ""
+            help = "continue this run directory" + (", with @N as after iteration N" if at else "")
+            sub.add_argument("--resume", metavar=f"RUN{at}", help=help)
             sub.add_argument("-m", "--multirun", action="store_true", help="one run for each point of key=a,b,c")
         if name == "train":
             sub.add_argument("--dry-run", action="store_true", help="print resolved config and launch plan, and exit")

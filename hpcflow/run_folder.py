@@ -91,10 +91,36 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
 
 
 def iterations_done(run: Path) -> int:
-    """Iterations up to the last complete checkpoint, by the folders' names (`hpcflow.store.checkpoint`)."""
-    names = [path.parent.name for path in run.glob("checkpoints/iteration_*/complete.json")]
-    found = [re.fullmatch(r"iteration_(\d+)(\.\d+)?", name) for name in names]
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    """Iterations up to the last complete checkpoint that no branch superseded (`hpcflow.store.checkpoint`)."""
+    file = run / "iterations" / "rewinds.jsonl"
+    rewinds = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    done = 0
+    for path in run.glob("checkpoints/iteration_*/complete.json"):
+        match = re.fullmatch(r"iteration_(\d+)(\.\d+)?", path.parent.name)
+        if match is None:
+            continue
+        iteration, commit = int(match[1]), json.loads(path.read_text()).get("commit", 0)
+        if not any(commit < rewind["sequence"] and iteration >= rewind["iteration"] for rewind in rewinds):
+            done = max(done, iteration + 1)
+    return done
+
+
+def branch(run: Path, done: int) -> str:
+    """Go back to the state after iteration ``done`` (counted from 1; 0 = the beginning). Returns what it means.
+
+    Later iterations and checkpoints count no more; the files of iterations stay. ValueError when iteration
+    ``done`` is not committed.
+    """
+    from hpcflow.store import RunWriter  # imports torch
+
+    with RunWriter(run) as writer:
+        committed = writer.iterations
+        if done and done - 1 not in committed:
+            known = f"committed are {committed[0] + 1} to {committed[-1] + 1}" if committed else "none is committed"
+            raise ValueError(f"--resume={run}@{done}: iteration {done} is not in the run; {known}")
+        gone = writer.rewind(done)
+    later = f"; iterations {gone[0] + 1} to {gone[-1] + 1} count no more" if gone else ""
+    return f"branching after iteration {done}{later}"
 
 
 @contextlib.contextmanager

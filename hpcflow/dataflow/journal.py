@@ -1,26 +1,30 @@
-"""The journal of the iteration in progress, and the decision it allows after a failure: what to run again, and why.
+"""The journal of the iteration in progress, and the decision it allows after a failure: what to run again,
+and why.
 
-``RUN/journal.jsonl`` is begun afresh with each iteration (earlier ones are committed) and has one line per event:
+``RUN/journal.jsonl`` is begun afresh with each iteration (earlier ones are committed) and has one line per
+event:
 
     {"event": "begin", "iteration", "versions": {model: version}, "kept": {place: {rank: value}}, "time"}
-    {"event": "started", "call", "place", "kind", "version", "ranks", "writes", "reads": {column: call that made it}}
-    {"event": "finished", "call", "values": {rank: what it returned}}
-    {"event": "recorded", "columns": {column: place}}
+    {"event": "started", "call", "place", "kind", "version", "ranks", "writes", "reads": {column: call that
+    made it}} {"event": "finished", "call", "values": {rank: what it returned}} {"event": "recorded",
+    "columns": {column: place}}
 
-A place names a call within its iteration ("actor.generate_sequences#1"). "kept": what calls of an earlier launch
-returned that are not made again.
+A place names a call within its iteration ("actor.generate_sequences#1"). "kept": what calls of an earlier
+launch returned that are not made again.
 
-A line is written before what it announces may happen: "started" before the command leaves the controller, so that a
-call that is not in the journal has run nowhere, and the result of one that no started call reads was seen by nobody.
-Lines reach the kernel at once, which is what survives when processes die. Before an advancing call starts they reach
-the disk, and everything recorded has: when the node or the power goes, at most a tail of pure and replayable calls is
-unknown, which are safe to run again.
+A line is written before what it announces may happen: "started" before the command leaves the controller, so
+that a call that is not in the journal has run nowhere, and the result of one that no started call reads was
+seen by nobody. Lines reach the kernel at once, which is what survives when processes die. Before an advancing
+call starts they reach the disk, and everything recorded has: when the node or the power goes, at most a tail
+of pure and replayable calls is unknown, which are safe to run again.
 
-``RUN/failures.jsonl`` keeps, for good, one line for each failure that a controller saw and for each decision acted on.
+``RUN/failures.jsonl`` keeps, for good, one line for each failure that a controller saw and for each decision
+acted on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -33,6 +37,7 @@ from hpcflow.mpi.messages import Call, CallState
 from hpcflow.store.durable import read_lines, write_atomic
 
 JOURNAL, FAILURES = "journal.jsonl", "failures.jsonl"
+NODE_KEYS = ("call", "place", "kind", "version", "ranks", "writes", "reads")
 Values = dict[str, dict[int, Any]]  # place -> rank -> what the call returned
 Answers = Mapping[int, Mapping[int, CallState]]  # rank -> call -> state
 
@@ -48,7 +53,13 @@ class Journal:
     def begin(self, iteration: int, versions: dict[str, int], kept: Values) -> None:
         """A new iteration: the lines of the one before go."""
         self.close()
-        first = {"event": "begin", "iteration": iteration, "versions": versions, "kept": kept, "time": time.time()}
+        first = {
+            "event": "begin",
+            "iteration": iteration,
+            "versions": versions,
+            "kept": kept,
+            "time": time.time(),
+        }
         write_atomic(self.path, json.dumps(first).encode() + b"\n")
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
 
@@ -121,8 +132,8 @@ class Node:
 
 @dataclass
 class Progress:
-    """What a journal says: the iteration in progress, its nodes in order of issue, the columns known to be durable and
-    the places where they were made, values of calls that an earlier launch made."""
+    """What a journal says: the iteration in progress, its nodes in order of issue, the columns known to be
+    durable and the places where they were made, values of calls that an earlier launch made."""
 
     iteration: int
     nodes: list[Node]
@@ -135,7 +146,7 @@ class Progress:
         return self.kept | {node.place: node.values for node in self.nodes if node.values}
 
     def readers(self, node: Node) -> list[Node]:
-        """The started nodes that read what ``node`` made: to them its result was, or may have been, visible."""
+        """The started nodes that read what ``node`` made: to them its result may have been visible."""
         return [other for other in self.nodes if node.call in other.reads.values()]
 
 
@@ -149,10 +160,7 @@ def read_progress(run: Path) -> Progress | None:
     by_call: dict[int, Node] = {}
     for entry in entries[1:]:
         if entry["event"] == "started":
-            node = Node(
-                entry["call"], entry["place"], entry["kind"], entry["version"], entry["ranks"], entry["writes"],
-                entry["reads"],
-            )  # fmt: skip
+            node = Node(**{name: entry[name] for name in NODE_KEYS})
             progress.nodes.append(node)
             by_call[node.call] = node
         elif entry["event"] == "finished":
@@ -171,11 +179,10 @@ def _by_rank(values: dict[str, Any]) -> dict[int, Any]:
 class Decision:
     """What is run again after a failure.
 
-    replayed   committed iterations (first, last) whose training nodes run again from recorded columns, None if none
-    iteration  the iteration that goes on
-    node       its earliest node to run again; "" when the iteration had not begun
-    kept       its nodes whose results are recorded: they do not run again
-    why        in words
+    replayed   committed iterations (first, last) whose training nodes run again from recorded columns, None
+    if none iteration  the iteration that goes on node       its earliest node to run again; "" when the
+    iteration had not begun kept       its nodes whose results are recorded: they do not run again why
+    in words
     """
 
     replayed: tuple[int, int] | None
@@ -198,9 +205,7 @@ class Decision:
 
     def record(self) -> dict[str, Any]:
         """As ``failures.jsonl`` keeps it."""
-        return {
-            "replayed": self.replayed, "iteration": self.iteration, "node": self.node, "kept": self.kept, "why": self.why,
-        }  # fmt: skip
+        return dataclasses.asdict(self)
 
 
 def decide(
@@ -208,9 +213,10 @@ def decide(
 ) -> Decision:
     """The earliest node to run again.
 
-    ``durable``: column -> place of what is recorded of the iteration in progress. ``answers``: what ranks said, none after the controller
-    died. ``loaded``: iterations of which the last checkpoint holds the weights. ``committed``: iterations that are
-    committed; their training nodes run again where the checkpoint is older.
+    ``durable``: column -> place of what is recorded of the iteration in progress. ``answers``: what ranks
+    said, none after the controller died. ``loaded``: iterations of which the last checkpoint holds the
+    weights. ``committed``: iterations that are committed; their training nodes run again where the checkpoint
+    is older.
     """
     replayed = (loaded, committed - 1) if loaded < committed else None
     if progress is None or progress.iteration != committed:
@@ -231,7 +237,8 @@ def _reason(progress: Progress, node: Node, answers: Answers) -> str:
     if node.advances and begun:
         safe = [rank for rank, state in said.items() if state.repeatable]
         parts.append(
-            f"it changes weights (version {node.version} to {node.version + 1}), so it is never repeated in place"
+            f"it changes weights (version {node.version} to {node.version + 1}), so it is never repeated in "
+            "place"
             + (f" although ranks {safe} had not begun" if safe else "")
             + ": the weights come from the last checkpoint"
         )
@@ -242,7 +249,9 @@ def _reason(progress: Progress, node: Node, answers: Answers) -> str:
     seen = any(state.visible for state in said.values()) if said else bool(progress.readers(node))
     if node.writes:
         readers = ", ".join(str(reader) for reader in progress.readers(node))
-        parts.append(f"its result was visible to {readers}" if seen and readers else "nobody has seen its result")
+        parts.append(
+            f"its result was visible to {readers}" if seen and readers else "nobody has seen its result"
+        )
     return ", ".join(parts)
 
 
@@ -254,6 +263,13 @@ def _state(node: Node, said: Mapping[int, CallState]) -> str:
     by_state: dict[str, list[int]] = {}
     for rank, state in said.items():
         by_state.setdefault(state.state, []).append(rank)
-    parts = [f"{state} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for state, ranks in by_state.items()]
+    parts = [
+        f"{state} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        for state, ranks in by_state.items()
+    ]
     silent = sorted(set(node.ranks) - set(said))
-    return "it was " + ", ".join(parts) + (f", unknown on {', '.join(map(str, silent))} (dead)" if silent else "")
+    return (
+        "it was "
+        + ", ".join(parts)
+        + (f", unknown on {', '.join(map(str, silent))} (dead)" if silent else "")
+    )

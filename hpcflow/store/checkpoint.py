@@ -1,10 +1,10 @@
 """Checkpoints of a run: folders that count only when complete.
 
 ``RUN/checkpoints/iteration_N`` is the state after iteration N. Many ranks write into a temporary folder; then
-one process makes all of it durable, adds ``complete.json`` (the meta data, and size and blake2b digest of each
-file) last, and renames the folder. A second checkpoint of the same iteration becomes ``iteration_N.1`` and counts
-instead of the first. ``complete.json`` also names the commit (`hpcflow.store.schema`: sequence) whose weights these
-are: when the run has gone back before it, the checkpoint counts no more.
+one process makes all of it durable, adds ``complete.json`` (the meta data, and size and blake2b digest of
+each file) last, and renames the folder. A second checkpoint of the same iteration becomes ``iteration_N.1``
+and counts instead of the first. ``complete.json`` also names the commit (`hpcflow.store.schema`: sequence)
+whose weights these are: when the run has gone back before it, the checkpoint counts no more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SUPERSEDED = "superseded: the run has gone back before its iteration"
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint; ``meta`` is what `CheckpointDir.finish` was given; ``files``: path -> (bytes, digest)."""
+    """A complete checkpoint; ``meta`` is what `CheckpointDir.finish` was given; ``files``: path -> (bytes,
+    digest).
+    """
 
     iteration: int
     folder: Path
@@ -56,10 +58,14 @@ class CheckpointDir:
         self.folder = self.run / "checkpoints"
         self.skipped: dict[str, str] = {}
 
-    def require_space(self, needed: int) -> None:
-        """OSError ENOSPC, with both numbers, unless ``needed`` bytes are free where checkpoints go."""
+    def require_space(self, needed: int, copies: int = 1) -> None:
+        """OSError ENOSPC, with both numbers, unless there is room for ``copies`` checkpoints of ``needed``
+        bytes.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        require_space(self.folder, needed, "a checkpoint")
+        require_space(
+            self.folder, needed * copies, "a checkpoint" if copies == 1 else f"room for {copies} checkpoints"
+        )
 
     def begin(self, iteration: int) -> Path:
         """An empty temporary folder for all ranks to write into; what a killed attempt left is removed."""
@@ -77,8 +83,9 @@ class CheckpointDir:
         commit: int | None = None,
         digests: dict[str, str] | None = None,
     ) -> Checkpoint:
-        """Complete what `begin` began, once every rank has written. ``meta`` must fit JSON. ``commit``: sequence of
-        the iteration's commit. ``digests``: of files that their writers have hashed; the others are read again."""
+        """Complete what `begin` began, once every rank has written. ``meta`` must fit JSON. ``commit``:
+        sequence of the iteration's commit. ``digests``: of files that their writers have hashed; the others
+        are read again."""
         temp = self._temp(iteration)
         assert temp.is_dir(), f"finish({iteration}) without begin"
         for path in temp.rglob("*"):
@@ -87,7 +94,9 @@ class CheckpointDir:
             else:
                 fsync_file(path)
         digests = digests or {}
-        files = {name: (size, digests.get(name) or file_digest(temp / name)) for name, size in _sizes(temp).items()}
+        files = {
+            name: (size, digests.get(name) or file_digest(temp / name)) for name, size in _sizes(temp).items()
+        }
         content = {"iteration": iteration, "commit": commit, "meta": meta, "files": files}
         write_atomic(temp / COMPLETE, json.dumps(content, indent=1).encode())
         folder = self._free_name(iteration)
@@ -96,7 +105,7 @@ class CheckpointDir:
         return Checkpoint(iteration, folder, meta, files)
 
     def complete(self) -> list[Checkpoint]:
-        """All complete checkpoints that count, oldest first. Every file must be there with its recorded size."""
+        """All complete checkpoints that count, oldest first: every file is there with its recorded size."""
         self.skipped = {}
         found = []
         rewinds = [(entry["sequence"], entry["iteration"]) for entry in read_lines(self.run / REWINDS)]
@@ -107,7 +116,9 @@ class CheckpointDir:
                     raise ValueError(LEFTOVERS.get(folder.suffix, "not a checkpoint's name"))
                 content = _verify(folder)
                 iteration, commit = int(match[1]), content["commit"]
-                if commit is not None and any(commit < before and iteration >= start for before, start in rewinds):
+                if commit is not None and any(
+                    commit < before and iteration >= start for before, start in rewinds
+                ):
                     raise ValueError(SUPERSEDED)
                 files = {name: tuple(entry) for name, entry in content["files"].items()}
                 found.append((int(match[2] or 0), Checkpoint(iteration, folder, content["meta"], files)))
@@ -121,10 +132,11 @@ class CheckpointDir:
         return (self.complete() or [None])[-1]
 
     def retain(self, keep: int) -> list[Path]:
-        """Delete all complete checkpoints but the newest ``keep`` (at least 1), superseded and unfinished older ones.
+        """Delete all complete checkpoints but the newest ``keep`` (at least 1), superseded and unfinished
+        older ones.
 
-        Returns what was deleted. Damaged ones are left for the user to look at. While no checkpoint counts, nothing
-        is deleted.
+        Returns what was deleted. Damaged ones are left for the user to look at. While no checkpoint counts,
+        nothing is deleted.
         """
         assert keep >= 1, "the last complete checkpoint is never deleted"
         complete = self.complete()

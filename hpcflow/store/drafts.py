@@ -1,9 +1,10 @@
 """What is recorded of iterations that are not committed yet, kept against a crash.
 
-``RUN/drafts/<iteration, 9 digits>-<n>.h5`` is the n-th recording of an iteration: ids, some columns, their stamps, in
-the layout of an iteration file (`hpcflow.store.schema`). Columns of a later recording take the place of earlier ones.
-A commit writes the iteration's own file and removes its drafts. So there is never more than one iteration's worth of
-them, and after a crash nothing that was generated, scored and recorded has to be computed again.
+``RUN/drafts/<iteration, 9 digits>-<n>.h5`` is the n-th recording of an iteration: ids, some columns, their
+stamps, in the layout of an iteration file (`hpcflow.store.schema`). Columns of a later recording take the
+place of earlier ones. A commit writes the iteration's own file and removes its drafts. So there is never more
+than one iteration's worth of them, and after a crash nothing that was generated, scored and recorded has to
+be computed again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Stamp = tuple[int, str, int]
 
 @dataclass
 class Recording:
-    """ids int64 [rows]; columns with these rows; column -> (iteration, model, weight version); column -> the call of
-    the iteration that made it ("actor.generate_sequences#1")."""
+    """ids int64 [rows]; columns with these rows; column -> (iteration, model, weight version); column -> the
+    call of the iteration that made it ("actor.generate_sequences#1")."""
 
     ids: torch.Tensor
     columns: Columns
@@ -64,7 +65,9 @@ class Drafts:
         for _, number, path in [entry for entry in self._files() if entry[0] == iteration]:
             try:
                 if number != len(found):
-                    raise schema.Unreadable(f"recording {len(found)} of iteration {iteration} is missing or damaged")
+                    raise schema.Unreadable(
+                        f"recording {len(found)} of iteration {iteration} is missing or damaged"
+                    )
                 with schema.opened(path) as file:
                     group = file[schema.group_name(number)]
                     schema.verify(group)
@@ -83,8 +86,8 @@ class Drafts:
                 path.unlink()
 
     def clear(self, first: int = 0, last: int | None = None) -> None:
-        """Remove the drafts of iterations ``first`` to ``last`` (None: all later ones), newest first: what a kill
-        leaves is a prefix."""
+        """Remove the drafts of iterations ``first`` to ``last`` (None: all later ones), newest first: what a
+        kill leaves is a prefix."""
         doomed = [path for i, _, path in self._files() if i >= first and (last is None or i <= last)]
         for path in reversed(doomed):
             path.unlink()

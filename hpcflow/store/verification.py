@@ -1,4 +1,6 @@
-"""Whether a run directory still holds what was written: every byte of iterations, drafts and checkpoints is read."""
+"""Whether a run directory still holds what was written: every byte of iterations, drafts and checkpoints is
+read.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from hpcflow.store.reader import Run
 def verify(run: Path) -> tuple[list[str], bool]:
     """(lines for a person, whether all is well). ValueError when ``run`` is no run directory.
 
-    Not well: content that differs from what was written, or cannot be read. Leftovers of a kill and what a branch
-    superseded are named, and are well.
+    Not well: content that differs from what was written, or cannot be read. Leftovers of a kill and what a
+    branch superseded are named, and are well.
     """
     reader = Run(run)
     damage = reader.skipped | reader.damage()
@@ -25,7 +27,8 @@ def verify(run: Path) -> tuple[list[str], bool]:
         damage |= {f"{name}/{path}": why for path, why in wrong.items()}
         if not wrong:
             size = sum(size for size, _ in checkpoint.files.values())
-            lines.append(f"{name}: state after iteration {checkpoint.iteration + 1}, {size / 2**20:.1f} MiB, as written")
+            after = f"state after iteration {checkpoint.iteration + 1}"
+            lines.append(f"{name}: {after}, {size / 2**20:.1f} MiB, as written")
     for name, why in directory.skipped.items():
         if why.startswith(("damaged", "incomplete")):
             damage[f"checkpoints/{name}"] = why

@@ -18,7 +18,8 @@ RANKS = (2, 3)
 def call(number: int, method: str, reads: dict[str, int], writes: tuple[str, ...]) -> Call:
     part = (Part(2, 0, 4),)
     inputs = tuple(
-        Transfer(100 + number, source, (column,), Stamp(5, "m", 1), part, part) for column, source in reads.items()
+        Transfer(100 + number, source, (column,), Stamp(5, "m", 1), part, part)
+        for column, source in reads.items()
     )
     return Call(number, "m", method, 5, 1, RANKS, {}, inputs, writes, (), KINDS[method], f"m.{method}#1")
 
@@ -47,7 +48,10 @@ def test_what_is_written_is_read(tmp_path: Path, journal: Journal) -> None:
     journal.recorded({"prompts": "m.load#1", "tokens": "m.generate#1"})
     progress = read_progress(tmp_path)
     assert progress.iteration == 5 and progress.recorded == {"prompts": "m.load#1", "tokens": "m.generate#1"}
-    assert progress.values == {"m.before#1": {2: {"gap": 0.25}}, "m.generate#1": {2: {"gap": 0.5}, 3: {"gap": 0.5}}}
+    assert progress.values == {
+        "m.before#1": {2: {"gap": 0.25}},
+        "m.generate#1": {2: {"gap": 0.5}, 3: {"gap": 0.5}},
+    }
     assert [node.call for node in progress.nodes] == [1, 2, 3, 4]
     assert [node.finished for node in progress.nodes] == [True, True, False, False]
     assert progress.nodes[1].values == {2: {"gap": 0.5}, 3: {"gap": 0.5}}
@@ -55,7 +59,9 @@ def test_what_is_written_is_read(tmp_path: Path, journal: Journal) -> None:
     assert [str(node) for node in progress.readers(progress.nodes[1])] == ["m.value", "m.update"]
 
 
-def test_a_new_iteration_begins_a_new_file_and_a_torn_line_is_left_out(tmp_path: Path, journal: Journal) -> None:
+def test_a_new_iteration_begins_a_new_file_and_a_torn_line_is_left_out(
+    tmp_path: Path, journal: Journal
+) -> None:
     journal.started(CALLS[0])
     journal.begin(6, {}, {})
     journal.started(CALLS[1])
@@ -78,7 +84,9 @@ def test_no_journal(tmp_path: Path) -> None:
 def test_an_update_starts_only_after_all_lines_are_on_the_disk(journal: Journal, monkeypatch) -> None:
     events = []
     real_write, real_sync = os.write, os.fsync
-    monkeypatch.setattr(journal_module.os, "write", lambda f, b: (events.append("write"), real_write(f, b))[1])
+    monkeypatch.setattr(
+        journal_module.os, "write", lambda f, b: (events.append("write"), real_write(f, b))[1]
+    )
     monkeypatch.setattr(journal_module.os, "fsync", lambda f: (events.append("sync"), real_sync(f))[1])
     for each in CALLS:
         journal.started(each)
@@ -87,8 +95,16 @@ def test_an_update_starts_only_after_all_lines_are_on_the_disk(journal: Journal,
 
 def progress_of(started: int, finished: int) -> Progress:
     nodes = [
-        Node(c.number, c.place, c.kind, 1, list(RANKS), list(c.writes),
-             {column: t.source for t in c.inputs for column in t.columns}, c.number <= finished)
+        Node(
+            c.number,
+            c.place,
+            c.kind,
+            1,
+            list(RANKS),
+            list(c.writes),
+            {column: t.source for t in c.inputs for column in t.columns},
+            c.number <= finished,
+        )
         for c in CALLS[:started]
     ]
     return Progress(5, nodes, {})
@@ -153,9 +169,12 @@ def test_why_says_who_has_seen_a_result() -> None:
     durable = some("prompts")
     seen = decide(progress_of(3, 2), durable, states(r2=("finished", True, True)), loaded=5, committed=5).why
     assert seen == (
-        "it had finished, its result was in the ranks' memory only, it is safe to repeat, its result was visible to m.value"
+        "it had finished, its result was in the ranks' memory only, it is safe to repeat, "
+        "its result was visible to m.value"
     )
-    unseen = decide(progress_of(3, 2), durable, states(r2=("finished", True, False)), loaded=5, committed=5).why
+    unseen = decide(
+        progress_of(3, 2), durable, states(r2=("finished", True, False)), loaded=5, committed=5
+    ).why
     assert unseen.endswith("nobody has seen its result")
     # without answers, a reader that was started may have seen it; one that was not cannot
     assert "visible to m.value" in decide(progress_of(3, 2), durable, {}, loaded=5, committed=5).why

@@ -1,4 +1,6 @@
-"""What is recorded before a commit survives its writer, whole or not at all, and is gone once it is not needed."""
+"""What is recorded before a commit survives its writer, whole or not at all, and is gone once it is not
+needed.
+"""
 
 import os
 
@@ -16,7 +18,15 @@ from tests.store.runs import ids_of, write
 def record(writer, iteration, names, place="m.f#1", rows=4, **options):
     columns = {name: torch.full((rows,), float(len(name))) for name in names}
     stamps = {name: (iteration, "m", 3) for name in names}
-    writer.record(iteration, ids_of(iteration), columns, stamps, places=dict.fromkeys(names, place), draft=True, **options)
+    writer.record(
+        iteration,
+        ids_of(iteration),
+        columns,
+        stamps,
+        places=dict.fromkeys(names, place),
+        draft=True,
+        **options,
+    )
 
 
 def drafts(run):
@@ -29,14 +39,21 @@ def test_a_new_writer_takes_up_what_was_recorded(tmp_path):
         write(writer, 0)
         record(writer, 1, ["a"])
         text = Ragged.from_lists([[1], [], [2, 3], [4]], torch.int64)
-        writer.record(1, ids_of(1).flip(0), {"text": text}, {"text": (1, "m", 0)}, places={"text": "m.g#1"}, draft=True)
+        writer.record(
+            1, ids_of(1).flip(0), {"text": text}, {"text": (1, "m", 0)}, places={"text": "m.g#1"}, draft=True
+        )
         assert drafts(tmp_path) == ["000000001-0.h5", "000000001-1.h5"]
         assert store.open(tmp_path).iterations == [0]
     with store.RunWriter(tmp_path) as writer:
         assert writer.recover(2) == {}
         assert writer.recover(1) == {"a": (1, "m", 3), "text": (1, "m", 0)}
         found = writer.recorded(1)
-        assert found.columns["text"].tolist() == [[4], [2, 3], [], [1]]  # in the order of the rows recorded first
+        assert found.columns["text"].tolist() == [
+            [4],
+            [2, 3],
+            [],
+            [1],
+        ]  # in the order of the rows recorded first
         assert found.places == {"a": "m.f#1", "text": "m.g#1"}
         record(writer, 1, ["bb"])
         writer.commit(1, {})
@@ -52,7 +69,12 @@ def test_a_column_of_another_call_takes_the_place_of_an_earlier_one(tmp_path):
         with pytest.raises(ValueError, match="column 'mask' recorded twice"):
             record(writer, 0, ["mask"], place="m.f#1")
         writer.record(
-            0, ids_of(0), {"mask": torch.zeros(4)}, {"mask": (0, "m", 3)}, places={"mask": "m.g#1"}, draft=True
+            0,
+            ids_of(0),
+            {"mask": torch.zeros(4)},
+            {"mask": (0, "m", 3)},
+            places={"mask": "m.g#1"},
+            draft=True,
         )
     with store.RunWriter(tmp_path) as writer:
         writer.recover(0)

@@ -20,7 +20,7 @@ def be_rank(run: str, breach: str) -> int:
 
 
 def _patch_method(node: str, change: Any, iteration: int = 1) -> None:
-    """On this rank, in one iteration: ``change(model, rows, output)`` takes the place of the node's output."""
+    """On this rank, in one iteration: ``change(model, rows, output)`` replaces the node's output."""
     from hpcflow.workers.host import Host
     from hpcflow.workers.primitive import Output, Rows
 
@@ -34,7 +34,9 @@ def _patch_method(node: str, change: Any, iteration: int = 1) -> None:
 
             def method(rows: Rows, **args: Any) -> Any:
                 made = original(rows, **args)
-                return change(model, rows, made if isinstance(made, Output) or not call.writes else Output(made))
+                return change(
+                    model, rows, made if isinstance(made, Output) or not call.writes else Output(made)
+                )
 
             setattr(model, call.method, method)
         return execute(self, ready)
@@ -84,7 +86,9 @@ def swapped_ids(mine: int) -> None:
 
 def lost_column(mine: int) -> None:
     if mine == WORKER:
-        _patch_method("critic.compute_values", lambda model, rows, made: dataclasses.replace(made, columns={}))
+        _patch_method(
+            "critic.compute_values", lambda model, rows, made: dataclasses.replace(made, columns={})
+        )
 
 
 def call_delivered_twice(mine: int) -> None:

@@ -1,9 +1,9 @@
 """Killing ranks of a real run at a chosen point, from inside: the product knows nothing of it.
 
-A fault is {"victim": "worker" | "recorder" | "controller" | "everything", "node": "critic.update_critic", "when":
-"before" | "middle" | "after", "iteration": n}. A worker dies before the node begins, inside it (of an update: between
-its mini-batches), or after it has computed, before it can say so. "everything": it takes all other ranks along.
-With "seconds" instead of a node the victim dies so long after its world stood.
+A fault is {"victim": "worker" | "recorder" | "controller" | "everything", "node": "critic.update_critic",
+"when": "before" | "middle" | "after", "iteration": n}. A worker dies before the node begins, inside it (of an
+update: between its mini-batches), or after it has computed, before it can say so. "everything": it takes all
+other ranks along. With "seconds" instead of a node the victim dies so long after its world stood.
 """
 
 from __future__ import annotations

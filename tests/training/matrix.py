@@ -12,4 +12,7 @@ def add(*row: object) -> None:
 
 def table() -> list[str]:
     widths = [max(len(row[i]) for row in (HEAD, *ROWS)) for i in range(len(HEAD) - 1)]
-    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in (HEAD, *ROWS)]
+    return [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
+        for row in (HEAD, *ROWS)
+    ]

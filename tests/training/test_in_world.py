@@ -1,4 +1,6 @@
-"""What a run survives without being launched again: a generation engine that raises, steps that must not be taken."""
+"""What a run survives without being launched again: a generation engine that raises, steps that must not be
+taken.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def be_rank_whose_engine_fails(run: str, times: int) -> int:
 
 
 def be_rank_with_bad_numbers(run: str, what: str) -> int:
-    """In iteration 1 the critic's loss of the second mini-batch is NaN, or its gradient a million times too large."""
+    """In iteration 1 the critic's loss of the second mini-batch is NaN, or its gradient a million times too
+    large.
+    """
     from hpcflow.algorithms import losses
 
     value, calls = losses.clipped_value, [0]
@@ -79,7 +83,7 @@ def test_an_engine_that_fails_twice_stops_the_run(tmp_path: Path) -> None:
     result = launch(config, run, "be_rank_whose_engine_fails", times=2)
     assert result.rc != 0
     assert "a generation engine of actor failed twice" in result.stderr
-    assert "earliest node to run again: iteration 2, actor.generate_sequences" in result.stderr
+    assert "earliest node to run again: iteration 2, actor.load_prompts" in result.stderr
     start(config, run).check()
     assert open_run(run).iterations == [0, 1]
 
@@ -101,5 +105,3 @@ def test_bad_steps_stop_the_run_or_are_skipped_as_the_policy_says(tmp_path: Path
     first, second = (open_run(run).iteration(number).metrics for number in (0, 1))
     assert first["critic/skipped"] == 0.0 and second["critic/skipped"] == 0.5
     assert math.isfinite(second["critic/loss"]) and math.isfinite(second["critic/value_error"])
-
-

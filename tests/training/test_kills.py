@@ -21,7 +21,10 @@ from tests.training.programs import TINY, start
 from tests.training.test_same_training import digests, equal, placed
 
 MODEL = "random:llama?vocab_size=512&hidden_size=32&layers=2&heads=2&kv_heads=2&seed=0&vocab=words"
-SMALL = [*placed("colocate"), *(f"models.{name}.path='{MODEL}'" for name in ("actor", "critic", "reference"))]
+SMALL = [
+    *placed("colocate"),
+    *(f"models.{name}.path='{MODEL}'" for name in ("actor", "critic", "cost_critic", "reference")),
+]
 TIMING = {"tokens_per_s"}
 
 NODES = [
@@ -103,12 +106,15 @@ def test_kills_in_and_after_every_node(tmp_path: Path) -> None:
         first, last = decision["replayed"] or (0, -1)
         matrix.add(
             fault["iteration"] + 1, fault["node"], fault["when"], fault["victim"], decision["iteration"] + 1,
-            decision["node"] or "(begins)", f"{len(decision['kept'])} nodes", f"{last + 1 - first} iterations", "same run",
+            decision["node"] or "(begins)", f"{len(decision['kept'])} nodes", f"{last + 1 - first} iterations",
+            "same run",
         )  # fmt: skip
 
 
 def _check_decisions(points: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
-    """The earliest node to run again is the one that was killed, or an earlier one whose result was in memory only."""
+    """The earliest node to run again is the one that was killed, or an earlier one whose result was in memory
+    only.
+    """
     durable_before = {node: set() for node in NODES}
     for node in NODES[2:]:
         durable_before[node] = {"actor.load_prompts", "actor.generate_sequences"}
@@ -126,10 +132,49 @@ def _check_decisions(points: list[dict[str, Any]], resumed: list[dict[str, Any]]
             assert again == "critic.update_critic" and "never repeated in place" in decision["why"]
 
 
+OTHERS = {
+    # several generations in an iteration, and samples that are kept inside a worker in between
+    "dapo": ["algorithm.batch.draws=4", "algorithm.batch.prompts=4"],
+    # a number that one update hands to the next, three trained models
+    "safe_rlhf": ["models.cost.function=tests.training.programs:upper_half", "models.cost.limit=0.3"],
+}
+
+
+@pytest.mark.parametrize("algorithm", OTHERS)
+def test_kills_under_other_algorithms(tmp_path: Path, algorithm: str) -> None:
+    overrides = [
+        f"algorithm={algorithm}",
+        *OTHERS[algorithm],
+        "algorithm.sampling.max_tokens=8",
+        "iterations=3",
+    ]
+    points = [
+        point(1, "reward.compute_reward", "after"),
+        point(1, "actor.update_actor", "middle"),
+        point(2, "actor.generate_sequences", "after", "everything"),
+    ]
+    config, whole = new_run(tmp_path / "whole", overrides)
+    start(config, whole).check()
+    config, run = new_run(tmp_path / "killed", overrides)
+    for fault in points:
+        assert start(config, run, fault=fault).rc != 0
+    said = start(config, run).check().stdout
+    assert "iteration 2 replayed" in said and "metrics of its updates as recorded" in said
+    assert "calls made besides" not in said
+    assert_same_run(open_run(run), open_run(whole))
+    for fault in points:
+        matrix.add(
+            fault["iteration"] + 1, f"{algorithm}: {fault['node']}", fault["when"], fault["victim"],
+            "", "", "", "", "same run",
+        )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_kills_at_random_instants(tmp_path: Path, seed: int) -> None:
-    """Fifty kills of a random rank, or of all, at random instants; with os.urandom's luck it is always another run."""
+    """Fifty kills of a random rank, or of all, at random instants; with os.urandom's luck it is always
+    another run.
+    """
     draw = random.Random(int.from_bytes(os.urandom(4)))
     overrides = ["iterations=60", f"run.checkpoint_every={draw.randint(2, 6)}"]
     config, run = new_run(tmp_path / "killed", overrides)

@@ -1,4 +1,6 @@
-"""Continuing a run: from the last checkpoint, exactly, also under another placement, and never as another training."""
+"""Continuing a run: from the last checkpoint, exactly, also under another placement, and never as another
+training.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hpcflow import cli, run_folder
 from hpcflow.config import compose, load
 from hpcflow.store import open as open_run
 from hpcflow.store.checkpoint import latest
+from tests.store.test_files import tmpfs  # noqa: F401
 from tests.training.programs import TINY, start, train
+from tests.training.test_kills import new_run
 from tests.training.test_same_training import digests, equal, placed
 
 
@@ -25,7 +29,9 @@ def go_on(run: Path, overrides: list[str]) -> str:
 
 
 def test_resume_is_bitwise_the_run_in_one_go(tmp_path: Path) -> None:
-    """4 iterations against 2 + resume + 2: ids, every column, losses, weights; and with one iteration to replay."""
+    """4 iterations against 2 + resume + 2: ids, every column, losses, weights; and with one iteration to
+    replay.
+    """
     whole = train(tmp_path / "whole", [*placed("colocate"), "iterations=4"])[0]
     parts = train(tmp_path / "parts", [*placed("colocate"), "iterations=2"])[0]
     go_on(parts.path, ["iterations=4"])
@@ -122,3 +128,12 @@ def test_replay_under_another_data_parallel_size(tmp_path: Path) -> None:
     gaps = [float(word) for word in re.findall(r"as recorded to (\S+)", said)]
     assert len(gaps) == 2 and max(gaps) < 1e-3
     assert open_run(run.path).iterations == [0, 1, 2]
+
+
+def test_no_room_for_checkpoints_is_said_before_the_first_iteration(tmpfs: Path) -> None:
+    """Three checkpoints of 2 MiB (two kept, one being written) do not fit 4 MiB."""
+    config, run = new_run(tmpfs, ["iterations=1"])
+    result = start(config, run)
+    assert result.rc != 0
+    assert re.search(r"room for 3 checkpoints needs .* MiB in .*, but only .* MiB are free", result.stderr)
+    assert open_run(run).iterations == []

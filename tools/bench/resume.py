@@ -1,8 +1,10 @@
-"""What a crash costs: seconds to go on, split by part; replay against generating again; the store's throughput.
+"""What a crash costs: seconds to go on, split by part; replay against generating again; the store's
+throughput.
 
     python tools/bench/resume.py [--iterations 12] [--prompts 64] [--tokens 64] [--rows 256] [--text 4096]
 
-Whole runs on real MPI ranks (2 workers, a small random model), killed by SIGKILL. Times are seconds of this machine.
+Whole runs on real MPI ranks (2 workers, a small random model), killed by SIGKILL. Times are seconds of this
+machine.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ def train(*words: str) -> tuple[int, str, float]:
     """``hpcflow train``: (exit code, output, seconds)."""
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "hpcflow", "train", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "hpcflow", "train", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr, time.perf_counter() - start
 
@@ -78,7 +84,10 @@ def resume(run: Path, iterations: int) -> None:
         for node in found.nodes
         if node["method"] == "generate_sequences"
     )
-    print(f"  computed at first in {original:.2f} s (generation {share:.2f} s): replay is {original / replay:.1f} x faster")
+    print(
+        f"  computed at first in {original:.2f} s (generation {share:.2f} s): replay is "
+        f"{original / replay:.1f} x faster"
+    )
     print(f"  {replayed[-1]}")
 
 
@@ -88,7 +97,9 @@ def kills(folder: Path, count: int) -> None:
     survived, run = 0, None
     for number in range(count):
         command = [sys.executable, "-m", "hpcflow", "train", *(["--resume", str(run)] if run else words)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         for line in process.stdout:
             if line.startswith("iteration ") and " left " in line:
                 time.sleep(0.1 * number)
@@ -102,7 +113,7 @@ def kills(folder: Path, count: int) -> None:
     code, text, _ = train("--resume", str(run))
     if code or open_run(run).iterations != list(range(6)):
         raise SystemExit(text)
-    print(f"\nkills of the whole run: {survived} survived of {number + 1}; it ended with all 6 iterations, digests")
+    print(f"\nkills of the whole run: {survived} survived of {number + 1}; it ended with all 6 iterations")
     print(f"  {latest(run).meta['digests']}")
 
 
@@ -112,7 +123,9 @@ def store(folder: Path, rows: int, text: int) -> None:
     tokens = Ragged(torch.randint(0, 1000, (int(lengths.sum()),)), lengths)
     floats = tokens.like(torch.rand(len(tokens.values)))
     columns: Columns = {"prompt_ids": tokens, "response_ids": tokens, "reward": torch.rand(rows)}
-    columns |= {name: floats for name in ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")}
+    columns |= {
+        name: floats for name in ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+    }
     size, rounds = sum(nbytes(column) for column in columns.values()), 30
     folder.mkdir()
     with RunWriter(folder) as writer:
@@ -124,7 +137,10 @@ def store(folder: Path, rows: int, text: int) -> None:
             writer.commit(iteration, {})
         seconds = time.perf_counter() - start
     disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"\nstore, {rows} samples of {size / rows / 1024:.1f} KiB an iteration, draft and commit, each flushed to the disk:")
+    print(
+        f"\nstore, {rows} samples of {size / rows / 1024:.1f} KiB an iteration, draft and commit, each flushed to "
+        "the disk:"
+    )
     print(f"  {rounds / seconds:.1f} iterations/s, {rounds * size / seconds / 1e6:.0f} MB/s of columns")
     print(f"  {disk / rounds / rows:.0f} bytes a sample on disk ({disk / rounds / size:.3f} x the columns)")
 
