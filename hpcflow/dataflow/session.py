@@ -169,5 +169,5 @@ class Session:
             self.progress.begin(iteration)
             self.recovery.replay(iteration, self._compute)
         if point.loaded < point.first:
-            self._checkpoint(point.first - 1, now=point.first == self.config.iterations)  # replayed once is enough
+            self._checkpoint(point.first - 1, now=True)  # replayed once is enough, whatever happens next
         return point.first

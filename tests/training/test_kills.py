@@ -120,11 +120,12 @@ def _check_decisions(points: list[dict[str, Any]], resumed: list[dict[str, Any]]
         durable_before[node] = {"actor.load_prompts", "actor.generate_sequences"}
     for node in NODES[6:]:
         durable_before[node] = set(NODES[:6])
-    for fault, entry in zip(points, resumed, strict=True):
+    for number, (fault, entry) in enumerate(zip(points, resumed, strict=True)):
         if fault["iteration"] != 1:
             continue
         decision = entry["decision"]
-        assert decision["iteration"] == 1 and decision["replayed"] == [0, 0]
+        # what was replayed is checkpointed, so that it is not replayed a second time
+        assert decision["iteration"] == 1 and decision["replayed"] == ([0, 0] if number == 0 else None)
         assert set(decision["kept"]) >= durable_before[fault["node"]], entry
         again = decision["node"]
         assert again in NODES[: NODES.index(fault["node"]) + 1], entry

@@ -115,7 +115,7 @@ def test_branching_from_any_committed_iteration(tmp_path: Path) -> None:
         for k in again.iterations:
             assert all(equal(columns[k][name], column) for name, column in again.iteration(k).columns.items())
         assert digests(again) == weights
-    assert [iteration for iteration, _ in again.superseded] == [3, 0, 1, 2, 3]
+    assert [iteration for iteration, _ in again.superseded] == [0, 1, 2, 3, 3]
     with pytest.raises(ValueError, match=r"@9: iteration 9 is not in the run; committed are 1 to 4"):
         run_folder.branch(run.path, 9)
 
