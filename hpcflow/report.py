@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcflow import store
+from hpcflow.slurm import usage
 
 Facts = dict[str, Any]
 CURVES = ("reward", "kl", "response_length", "actor/loss", "critic/loss", "tokens_per_s")
@@ -55,6 +56,7 @@ def _lines(run: store.Run, history: list[Facts]) -> Iterable[str]:
     yield from _evals(run, history)
     yield from _nodes(history)
     yield from _accelerators(history)
+    yield from usage.lines(run, history)
     yield from _lineage(history)
     for name in ("algorithm", "protocol", "placement"):
         if name in run.objects:

@@ -35,9 +35,11 @@ RECORDED_PACKAGES = (
 
 
 def create(config: Config, run: Path | None = None) -> Path:
-    """A new run directory ``<run.dir>/<name>-<date>-<time>[-<k>]`` (absolute path) with the config in it, or ``run``.
+    """A new run directory ``<run.dir>/<name>-<date>-<time>[-<k>]`` (absolute path) with the config in it,
+    or ``run``.
 
-    However many processes start at once, each gets a directory of its own. ValueError when ``run`` is there already.
+    However many processes start at once, each gets a directory of its own. ValueError when ``run`` is there
+    already.
     """
     if run is not None:
         run.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +93,8 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
 
 
 def iterations_done(run: Path) -> int:
-    """Iterations up to the last complete checkpoint that no branch superseded (`hpcflow.store.checkpoint`)."""
+    """Iterations up to the last complete checkpoint that no branch superseded (`hpcflow.store.checkpoint`).
+    """
     file = run / "iterations" / "rewinds.jsonl"
     rewinds = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = 0
@@ -106,7 +109,8 @@ def iterations_done(run: Path) -> int:
 
 
 def branch(run: Path, done: int) -> str:
-    """Go back to the state after iteration ``done`` (counted from 1; 0 = the beginning). Returns what it means.
+    """Go back to the state after iteration ``done`` (counted from 1; 0 = the beginning). Returns what it
+    means.
 
     Later iterations and checkpoints count no more; the files of iterations stay. ValueError when iteration
     ``done`` is not committed.
@@ -116,7 +120,11 @@ def branch(run: Path, done: int) -> str:
     with RunWriter(run) as writer:
         committed = writer.iterations
         if done and done - 1 not in committed:
-            known = f"committed are {committed[0] + 1} to {committed[-1] + 1}" if committed else "none is committed"
+            known = (
+                f"committed are {committed[0] + 1} to {committed[-1] + 1}"
+                if committed
+                else "none is committed"
+            )
             raise ValueError(f"--resume={run}@{done}: iteration {done} is not in the run; {known}")
         gone = writer.rewind(done)
     later = f"; iterations {gone[0] + 1} to {gone[-1] + 1} count no more" if gone else ""

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# PPO on a Llama 2 70B with a 70B reward model on 128 GPUs: 64 for the actor (FSDP2 over all, vLLM in groups of
-# 8) and its reference, 32 for the critic, 32 for the reward.
+# PPO on a Llama 2 70B with a 70B reward model on 128 GPUs: 64 for the actor (FSDP2 over all, vLLM in groups
+# of 8) and its reference, 32 for the critic, 32 for the reward.
 #
-#   sbatch sbatch/ppo_70b.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   bash sbatch/ppo_70b.sh [overrides]        this machine, without Slurm
+#   sbatch sbatch/ppo_70b.sh [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/ppo_70b.sh [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run experiment=ppo_70b
 #
@@ -30,7 +30,7 @@
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)

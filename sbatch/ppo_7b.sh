@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # PPO on a Llama 2 7B with a reward model, all four models sharing one node of eight 80 GiB GPUs.
 #
-#   sbatch sbatch/ppo_7b.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   bash sbatch/ppo_7b.sh [overrides]        this machine, without Slurm
+#   sbatch sbatch/ppo_7b.sh [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/ppo_7b.sh [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run experiment=ppo_7b
 #
@@ -28,7 +28,7 @@
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)

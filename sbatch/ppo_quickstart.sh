@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SmolLM2-135M learns by PPO to write positive sentences: about 8 minutes on two cores.
 #
-#   sbatch sbatch/ppo_quickstart.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   bash sbatch/ppo_quickstart.sh [overrides]        this machine, without Slurm
+#   sbatch sbatch/ppo_quickstart.sh [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/ppo_quickstart.sh [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run experiment=ppo_quickstart
 #
@@ -35,7 +35,7 @@
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)

@@ -2,8 +2,8 @@
 # ReMax on a Llama 2 13B: no critic, so two nodes of eight 80 GiB GPUs hold actor, reference and reward model
 # together.
 #
-#   sbatch sbatch/remax_13b.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   bash sbatch/remax_13b.sh [overrides]        this machine, without Slurm
+#   sbatch sbatch/remax_13b.sh [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/remax_13b.sh [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run experiment=remax_13b
 #
@@ -30,7 +30,7 @@
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)

@@ -2,8 +2,8 @@
 # Continue a run from its last committed iteration, on nodes for quickstart. Any other run, on its own nodes:
 # hpcflow submit --resume RUN
 #
-#   sbatch sbatch/resume.sh RUN [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   bash sbatch/resume.sh RUN [overrides]        this machine, without Slurm
+#   sbatch sbatch/resume.sh RUN [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/resume.sh RUN [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run --resume RUN
 #
@@ -36,7 +36,7 @@
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Safe RLHF on a Llama 2 7B: the policy on one node of eight 80 GiB GPUs, both critics, the reward and the cost
-# model on another.
+# Safe RLHF on a Llama 2 7B: the policy on one node of eight 80 GiB GPUs, both critics, the reward and the
+# cost model on another.
 #
-#   sbatch sbatch/safe_rlhf_7b.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   bash sbatch/safe_rlhf_7b.sh [overrides]        this machine, without Slurm
+#   sbatch sbatch/safe_rlhf_7b.sh [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/safe_rlhf_7b.sh [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run experiment=safe_rlhf_7b
 #
@@ -30,7 +30,7 @@
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One job for each point of a sweep over quickstart, a few at a time, and a table that compares them.
+# One job for each point of a sweep over quickstart, a few at a time, and a table of them.
 #
-#   sbatch sbatch/sweep_placements.sh [overrides]      a cluster, after 'bash tools/setup.sh' on its login node
-#   bash sbatch/sweep_placements.sh [overrides]        this machine, without Slurm
+#   sbatch sbatch/sweep_placements.sh [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/sweep_placements.sh [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run -m experiment=ppo_quickstart placement=colocate,split,standalone
 #
@@ -16,7 +16,7 @@
 set -euo pipefail
 
 script=${BASH_SOURCE[0]}
-if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\.sh\).*/\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)

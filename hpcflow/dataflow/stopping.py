@@ -1,8 +1,9 @@
-"""Stopping before the work is done: told by a signal, or because no further iteration fits before the time limit.
+"""Stopping before the work is done: told by a signal, or because no further iteration fits before the time
+limit.
 
-What is committed is kept and the run continues from there, so stopping is always safe; the aim is to lose little. At
-an iteration's end a checkpoint is written and the run stops. An iteration that does not end within a grace is abandoned.
-Needs no torch: ranks listen before they import it.
+What is committed is kept and the run continues from there, so stopping is always safe; the aim is to lose
+little. At an iteration's end a checkpoint is written and the run stops. An iteration that does not end
+within a grace is abandoned. Needs no torch: ranks listen before they import it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Interrupted(RuntimeError):
 
 
 def listen(controls: bool) -> None:
-    """From now on no signal ends this rank: the controller remembers it, the others leave it to the controller."""
+    """From now on no signal ends this rank: the controller remembers it, the others leave it to the
+    controller.
+    """
     for number in GRACE_SECONDS:
         signal.signal(number, (lambda n, _: received.append(n)) if controls else signal.SIG_IGN)
 
@@ -73,8 +76,8 @@ class Stopping:
         needed = 1.2 * self.iteration_s + 1.5 * self.checkpoint_s + MARGIN_SECONDS
         if left < needed:
             return Interrupted(
-                f"stopped before the job's time limit, after a checkpoint: {left:.0f} s are left, the next iteration and its "
-                f"checkpoint may take {needed:.0f}",
+                f"stopped before the job's time limit, after a checkpoint: {left:.0f} s are left, "
+                f"the next iteration and its checkpoint may take {needed:.0f}",
                 CONTINUE_LATER,
             )
         return None

@@ -1,4 +1,6 @@
-"""Slurm's command-line tools, each call with a deadline: a client blocks for minutes when slurmctld is gone."""
+"""Slurm's command-line tools, each call with a deadline: a client blocks for minutes when slurmctld is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from datetime import datetime
 
 DEADLINE_SECONDS = 30.0
 ENDED = (
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "REVOKED",
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED",
+    "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "REVOKED",
 )  # fmt: skip
 
 
@@ -27,11 +30,13 @@ def available() -> bool:
 def run(*words: str, deadline: float = DEADLINE_SECONDS) -> str:
     """What ``words`` print to stdout and stderr. `SlurmError` when they fail or take too long."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=deadline, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=deadline, stdin=subprocess.DEVNULL
+        )
     except FileNotFoundError:
         raise SlurmError(
-            f"there is no {words[0]} on PATH: jobs are submitted from a login node of a cluster; on this machine works: "
-            "hpcflow train, or a Slurm of its own by `bash tools/local_slurm.sh up`"
+            f"there is no {words[0]} on PATH: jobs are submitted from a login node of a cluster; "
+            "on this machine works: hpcflow train, or a Slurm of its own by `bash tools/local_slurm.sh up`"
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{words[0]} did not answer within {deadline:g} s: is slurmctld up?") from None
@@ -51,7 +56,8 @@ def sbatch(script: str, arguments: Sequence[str] = (), options: Sequence[str] = 
 
 
 def states(jobs: Sequence[str]) -> dict[str, str]:
-    """The state of each job that Slurm still knows, e.g. {"83": "RUNNING"}; a heterogeneous job's head speaks for it.
+    """The state of each job that Slurm still knows, e.g. {"83": "RUNNING"}; a heterogeneous job's head
+    speaks for it.
 
     Accounting where there is any, else the queue, which shows ended jobs for a while (MinJobAge).
     """
@@ -83,16 +89,22 @@ def is_live(job: str) -> bool:
     return state is not None and state not in ENDED
 
 
-def end_time() -> float | None:
-    """When the time limit of the job around this process ends it, in unix seconds; None without limit or job."""
-    if "SLURM_JOB_END_TIME" in os.environ:
-        return float(os.environ["SLURM_JOB_END_TIME"])
+def times() -> dict[str, float]:
+    """EligibleTime, StartTime, EndTime and the like of the job around this process, in unix seconds, as far
+    as known.
+    """
     try:
-        said = run("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
+        said = run("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"]).splitlines()
     except (KeyError, SlurmError):
-        return None
-    found = re.search(r"\bEndTime=(\S+)", said)
-    try:
-        return datetime.fromisoformat(found[1]).timestamp() if found else None
-    except ValueError:
-        return None  # "Unknown": no limit
+        return {}
+    found = {}
+    for name, text in re.findall(r"(\w+Time)=(\d{4}-\d\d-\d\dT\S+)", said[0] if said else ""):
+        found[name] = datetime.fromisoformat(text).timestamp()
+    return found
+
+
+def end_time() -> float | None:
+    """When the time limit of the job around this process ends it, in unix seconds; None without limit or
+    job.
+    """
+    return times().get("EndTime")

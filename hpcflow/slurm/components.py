@@ -88,8 +88,8 @@ def component_problems(config: Config) -> Problems:
         yield Problem(
             f"{key}.{open_ones[0]}.ranks",
             None,
-            f"would be a component without tasks: placement {config.placement.name} has {workers} worker ranks, "
-            f"the other components hold {fixed}",
+            f"would be a component without tasks: placement {config.placement.name} has {workers} "
+            f"worker ranks, the other components hold {fixed}",
             f"~{key}.{open_ones[0]}, or a placement of more ranks",
         )
     elif not open_ones and fixed != workers:

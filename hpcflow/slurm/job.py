@@ -1,8 +1,9 @@
-"""The life of a run inside a Slurm job: launch, launch again after a crash, queue again before the time is up.
+"""The life of a run inside a Slurm job: launch, launch again after a crash, queue again before the time is
+up.
 
 One process on the first node of the head component keeps a run alive. Each end of a launch is a line of
-``RUN/attempts.jsonl``: {time, job, restart, code, iterations}. An attempt makes progress when more iterations are
-committed after it than ever before.
+``RUN/attempts.jsonl``: {start, time, job, restart, queued_s, components, code, iterations}. An attempt
+makes progress when more iterations are committed after it than ever before.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def keep_alive(run: Path, config: Config, launch: Callable[[], int]) -> int:
-    """Launch until the run is complete, was told to stop, or fails without progress. Returns the job's exit code."""
-    slurm, failures = config.cluster.slurm, 0
+    """Launch until the run is complete, was told to stop, or fails without progress. Returns the job's exit
+    code.
+    """
+    slurm, failures, allocation = config.cluster.slurm, 0, _allocation(config)
     while True:
+        start = time.time()
         code = launch()
         if code == KILLED_BY_USR2:
             code = CONTINUE_LATER
-        progress = _record(run, code)
+        progress = _record(run, {"start": start, **allocation, "code": code})
         if code == CONTINUE_LATER:
             return _queue_again(run, slurm.requeue)
         if code == 0 or code in (130, 143):
@@ -70,19 +74,30 @@ def keep_alive(run: Path, config: Config, launch: Callable[[], int]) -> int:
         say(f"launching again after exit code {code}, inside the same allocation")
 
 
-def _record(run: Path, code: int) -> bool:
+def _allocation(config: Config) -> dict:
+    """What this attempt holds, and for how long it had waited."""
+    times = client.times()
+    components = [
+        {"name": block.name, "nodes": block.nodes, "ranks": len(block.ranks), "gpus": block.component.gpus}
+        for block in blocks(config)
+    ]
+    return {
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "queued_s": times["StartTime"] - times["EligibleTime"]
+        if {"StartTime", "EligibleTime"} <= times.keys()
+        else None,
+        "components": components,
+    }
+
+
+def _record(run: Path, facts: dict) -> bool:
     """Write the end of a launch down; whether it made progress."""
     from hpcflow import store  # h5py only now: this process waits for hours
 
     done = max(store.open(run).iterations, default=-1) + 1
     before = max((attempt["iterations"] for attempt in attempts(run)), default=0)
-    entry = {
-        "time": time.time(),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-        "code": code,
-        "iterations": done,
-    }
+    entry = {"time": time.time(), **facts, "iterations": done}
     with (run / ATTEMPTS).open("a") as file:
         file.write(json.dumps(entry) + "\n")
     return done > before
@@ -95,7 +110,9 @@ def attempts(run: Path) -> list[dict]:
 
 
 def _queue_again(run: Path, wanted: bool) -> int:
-    """Ask Slurm to start this job again later, unless that has not helped. Returns the exit code of this attempt."""
+    """Ask Slurm to start this job again later, unless that has not helped. Returns the exit code of this
+    attempt.
+    """
     if not (wanted and in_batch()):
         return CONTINUE_LATER
     done = [attempt["iterations"] for attempt in attempts(run)]
@@ -104,7 +121,10 @@ def _queue_again(run: Path, wanted: bool) -> int:
         idle += 1
     idle += len(done) == idle + 1 and done[0] == 0
     if idle > REQUEUES_WITHOUT_PROGRESS:
-        say(f"not queued again: {idle} attempts in a row ended without a new iteration. The time limit may be too short")
+        say(
+            f"not queued again: {idle} attempts in a row ended without a new iteration. "
+            "The time limit may be too short"
+        )
         return CONTINUE_LATER
     client.run("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     say("queued again; the run continues from its last committed iteration")

@@ -1,7 +1,8 @@
 """The text of a job's sbatch script: literal, readable, the same as in ``sbatch/``.
 
-A script starts ``hpcflow train`` on the first node of the head; that one starts all ranks by a single srun over
-all components (`hpcflow.mpi.launch`) and keeps the run alive (`hpcflow.slurm.job`). It also runs without Slurm.
+A script starts ``hpcflow train`` on the first node of the head; that one starts all ranks by a single srun
+over all components (`hpcflow.mpi.launch`) and keeps the run alive (`hpcflow.slurm.job`). It also runs
+without Slurm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ BODY = """\
 set -euo pipefail
 {setup}
 script=${{BASH_SOURCE[0]}}
-if [[ -n ${{SLURM_JOB_ID:-}} && ! -d $(dirname -- "$script")/../hpcflow ]]; then    # sbatch runs a copy of the script
+if [[ -n ${{SLURM_JOB_ID:-}} && ! -d $(dirname -- "$script")/../hpcflow ]]; then  # sbatch runs a copy of it
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\\(.*\\.sh\\).*/\\1/p' | head -n 1)
 fi
 root=$(cd -- "$(dirname -- "$script")/.." && pwd)
@@ -36,15 +37,20 @@ def text(config: Config, words: list[str]) -> str:
 
 
 def resume_text(config: Config) -> str:
-    """The script that continues a run, whose directory is its first argument, on nodes as ``config`` needs them."""
-    said = f"Continue a run from its last committed iteration, on nodes for {config.name}. Any other run, on its own nodes: "
-    head = _head(said + "hpcflow submit --resume RUN", "resume", "RUN ", "--resume RUN")
+    """The script that continues a run, whose directory is its first argument, on nodes as ``config`` needs
+    them.
+    """
+    said = f"Continue a run from its last committed iteration, on nodes for {config.name}. "
+    said += "Any other run, on its own nodes: hpcflow submit --resume RUN"
+    head = _head(said, "resume", "RUN ", "--resume RUN")
     return head + directives(config) + _body(config, "train --resume")
 
 
 def sweep_text(config: Config, words: list[str]) -> str:
-    """The script of a small job that submits one job for each point of ``words``, and compares them at the end."""
-    said = f"One job for each point of a sweep over {config.name}, a few at a time, and a table that compares them."
+    """The script of a small job that submits one job for each point of ``words``, and compares them at the
+    end.
+    """
+    said = f"One job for each point of a sweep over {config.name}, a few at a time, and a table of them."
     head = _head(said, "sweep_placements", "", "-m " + shlex.join(words))
     options = {"job-name": "sweep"} | _job_options(config) | {"time": "7-00:00:00", "ntasks": 1, "mem": "2G"}
     lines = "".join(f"#SBATCH {_flag(k, v)}\n" for k, v in options.items())
@@ -58,7 +64,9 @@ def directives(config: Config, signal: str = "B:USR2") -> str:
     for index, block in enumerate(blocks(config)):
         options: dict[str, Any] = {"job-name": config.name} | (_job_options(config) if index == 0 else {})
         options |= {"time": slurm.time, "signal": f"{signal}@{slurm.signal_s}"}
-        parts.append("".join(f"#SBATCH {_flag(k, v)}\n" for k, v in (options | _block_options(config, block)).items()))
+        parts.append(
+            "".join(f"#SBATCH {_flag(k, v)}\n" for k, v in (options | _block_options(config, block)).items())
+        )
     return "#SBATCH hetjob\n".join(parts)
 
 
@@ -100,10 +108,10 @@ def _body(config: Config, command: str) -> str:
 def _head(said: str, name: str, argument: str, words: str) -> str:
     """What the job is for, how to start it, and which command writes this text."""
     lines = [
-        *textwrap.wrap(said, 110),
+        *textwrap.wrap(said, 108),
         "",
-        f"  sbatch sbatch/{name}.sh {argument}[overrides]      a cluster, after 'bash tools/setup.sh' on its login node",
-        f"  bash sbatch/{name}.sh {argument}[overrides]        this machine, without Slurm",
+        f"  sbatch sbatch/{name}.sh {argument}[overrides]    a cluster, after 'bash tools/setup.sh' there",
+        f"  bash sbatch/{name}.sh {argument}[overrides]      this machine, without Slurm",
         "",
         f"The text of: hpcflow submit --dry-run {words}",
         "",

@@ -73,7 +73,8 @@ def _block_problems(config: Config, block: Block, have: dict[str, Partition]) ->
         yield Problem(
             f"{key}.ranks_per_node",
             component.ranks_per_node,
-            f"of {component.gpus} GPU each are {block.gpus_per_node} GPUs a node; a node of {name} has {partition.gpus}",
+            f"of {component.gpus} GPU each are {block.gpus_per_node} GPUs a node; "
+            f"a node of {name} has {partition.gpus}",
             f"{key}.ranks_per_node={works}" if works else f"{key}.gpus=0, or a partition with GPUs",
         )
     nodes = partition.gpu_nodes if component.gpus else partition.nodes
@@ -81,13 +82,19 @@ def _block_problems(config: Config, block: Block, have: dict[str, Partition]) ->
         asked = f"{len(block.ranks)} ranks at {component.ranks_per_node} a node are {block.nodes} nodes"
         gpus = f", {nodes * partition.gpus} GPUs in all" if component.gpus else ""
         yield Problem(
-            f"{key}.ranks", len(block.ranks), f"{asked}; {name} has {nodes}{gpus}", "a placement of fewer ranks"
+            f"{key}.ranks",
+            len(block.ranks),
+            f"{asked}; {name} has {nodes}{gpus}",
+            "a placement of fewer ranks",
         )
     cpus = block.tasks_per_node * component.cpus
     if cpus > partition.cpus:
         works = max(1, partition.cpus // block.tasks_per_node)
         yield Problem(
-            f"{key}.cpus", component.cpus, f"{cpus} on a node; {name} has {partition.cpus}", f"{key}.cpus={works}"
+            f"{key}.cpus",
+            component.cpus,
+            f"{cpus} on a node; {name} has {partition.cpus}",
+            f"{key}.cpus={works}",
         )
     if block.memory_gib > partition.memory_gib:
         yield Problem(
@@ -115,7 +122,11 @@ def memory_problems(config: Config) -> Problems:
             if limit and gib > limit:
                 biggest = sorted(needed.items(), key=lambda part: -part[1])[:4]
                 parts = ", ".join(f"{what} {part:.1f}" for what, part in biggest)
-                key = "cluster.gpu_memory_gib" if component.gpus else f"cluster.components.{block.name}.memory_gib"
+                key = (
+                    "cluster.gpu_memory_gib"
+                    if component.gpus
+                    else f"cluster.components.{block.name}.memory_gib"
+                )
                 works = "more ranks, larger tensor_parallel, smaller micro_batch or kv_cache_gib"
                 yield Problem(
                     key,

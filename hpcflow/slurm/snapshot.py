@@ -1,7 +1,7 @@
 """The copy of code and config that a job runs, made at submission: edits meanwhile do not reach a queued job.
 
-``RUN/code`` holds hpcflow with its configs, the modules of one's own that the config names, the script, and a link to
-the Python environment, which is not copied.
+``RUN/code`` holds hpcflow with its configs, the modules of one's own that the config names, the script, and
+a link to the Python environment, which is not copied.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def moved(config: Config, run: Path) -> Config:
 
 
 def own_modules(config: Config) -> list[Path]:
-    """Files and package folders of the functions and classes that the config names, beside those installed."""
+    """Files and package folders of the functions and classes that the config names, beside those installed.
+    """
     found = []
     for name in sorted({match[1] for text in _texts(to_dict(config)) if (match := DOTTED.fullmatch(text))}):
         try:

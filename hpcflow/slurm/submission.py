@@ -13,7 +13,8 @@ from pathlib import Path
 from hpcflow import run_folder
 from hpcflow.check import check
 from hpcflow.config import Config, dump
-from hpcflow.schema import ConfigError
+from hpcflow.data.models import resolve_model
+from hpcflow.schema import ConfigError, Problem, Problems
 from hpcflow.slurm import client, script, site, snapshot
 
 JOBS = "jobs.jsonl"
@@ -23,15 +24,29 @@ ANY_NUMBER_OF_NODES = 1 << 30
 def refuse_problems(config: Config) -> None:
     """`ConfigError` naming everything that is wrong with the config, or with it on this cluster."""
     problems = check(config, nodes=ANY_NUMBER_OF_NODES)  # memory: by component, in `site`
-    problems = problems or site.problems(config)
+    problems = problems or [*_missing_models(config), *site.problems(config)]
     if problems:
         raise ConfigError(problems)
+
+
+def _missing_models(config: Config) -> Problems:
+    """Models of a known shape whose weights are not where the job will look for them."""
+    for name in config.algorithm.models:
+        path = config.models[name].path
+        if path is not None and path.startswith("shape:"):
+            try:
+                resolve_model(path)
+            except ValueError as error:
+                yield Problem(
+                    f"models.{name}.path", path, str(error), f"models.{name}.path=<a Hugging Face folder>"
+                )
 
 
 def submit(config: Config, words: Sequence[str], run: Path | None = None) -> tuple[str, Path]:
     """Submit a new run, or the continuation of ``run`` with ``config``; (job id, run directory).
 
-    ``words`` are the overrides of which ``config`` was composed. ValueError when a live job uses ``run`` already.
+    ``words`` are the overrides of which ``config`` was composed. ValueError when a live job uses ``run``
+    already.
     """
     refuse_problems(config)
     text = script.text(config, list(words))
@@ -46,7 +61,9 @@ def submit(config: Config, words: Sequence[str], run: Path | None = None) -> tup
     logs.mkdir(exist_ok=True)
     job = client.sbatch(str(path), ["--as-submitted", str(run)], [f"--output={logs}/%j_0_log.out"])
     with (run / JOBS).open("a") as file:
-        file.write(json.dumps({"time": time.time(), "job": job, "script": str(path), "argv": sys.argv}) + "\n")
+        file.write(
+            json.dumps({"time": time.time(), "job": job, "script": str(path), "argv": sys.argv}) + "\n"
+        )
     return job, run
 
 
@@ -60,7 +77,9 @@ def write(config: Config, text: str) -> Path:
 
 
 def try_out(config: Config, words: Sequence[str]) -> str:
-    """What Slurm says about whether and when the job would start. `ConfigError`, `SlurmError` when it would not."""
+    """What Slurm says about whether and when the job would start. `ConfigError`, `SlurmError` when it would
+    not.
+    """
     refuse_problems(config)
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script.text(config, list(words)))
@@ -84,7 +103,7 @@ def refuse_live(run: Path) -> None:
     for job, state in client.states([job for job in jobs(run) if job != me]).items():
         if state not in client.ENDED:
             raise ValueError(
-                f"{run} is in use by job {job} ({state}); works: wait for its end, or scancel {job}, or a new run"
+                f"{run} is in use by job {job} ({state}); works: scancel {job}, or a new run"
             )
     with run_folder.locked(run):
         pass

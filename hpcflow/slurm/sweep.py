@@ -1,7 +1,9 @@
-"""Sweeps: one run for each point, as one Slurm job each where there is Slurm, one after another on this machine else.
+"""Sweeps: one run for each point, as one Slurm job each where there is Slurm, one after another on this
+machine else.
 
-A sweep's folder and the run directory of each point are named by what the user wrote, so the same sweep started again
-goes on: finished points are skipped, others continue. The failure of a point concerns that point only.
+A sweep's folder and the run directory of each point are named by what the user wrote, so the same sweep
+started again goes on: finished points are skipped, others continue. The failure of a point concerns that
+point only.
 """
 
 from __future__ import annotations
@@ -62,11 +64,15 @@ def drive(sweep: list[Point], at_once: int) -> None:
         free = limit - sum(point.state == "runs" for point in sweep)
         for point in [p for p in sweep if p.state == "waits"][: max(0, free)]:
             _start(point, slurm)
-        time.sleep(POLL_SECONDS if slurm else 0.2)  # states are asked for: neither Slurm nor a process calls back
+        time.sleep(
+            POLL_SECONDS if slurm else 0.2
+        )  # states are asked for: neither Slurm nor a process calls back
 
 
 def _begin(words: list[str], config_dir: str | None) -> list[Point]:
-    """All points, composed and checked before any of them starts; those that are finished already are marked."""
+    """All points, composed and checked before any of them starts; those that are finished already are
+    marked.
+    """
     found, swept = [], points(words)
     shared = set.intersection(*(set(point) for point in swept))
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
@@ -93,7 +99,14 @@ def _start(point: Point, slurm: bool) -> None:
         if not begun:
             run_folder.create(point.config, point.run)
         if slurm:
-            live = next((job for job, s in client.states(submission.jobs(point.run)).items() if s not in client.ENDED), None)
+            live = next(
+                (
+                    job
+                    for job, s in client.states(submission.jobs(point.run)).items()
+                    if s not in client.ENDED
+                ),
+                None,
+            )
             point.job = live or submission.submit(point.config, point.words, point.run)[0]
         else:
             words = [sys.executable, "-m", "hpcflow", "train", "--as-submitted", str(point.run)]
@@ -104,7 +117,10 @@ def _start(point: Point, slurm: bool) -> None:
         print(f"{point.name}: not started: {error}", flush=True)
         return
     point.state = "runs"
-    print(f"{point.name}: {'job ' + point.job if point.job else 'started'}{', continues' if begun else ''}", flush=True)
+    print(
+        f"{point.name}: {'job ' + point.job if point.job else 'started'}{', continues' if begun else ''}",
+        flush=True,
+    )
 
 
 def _look(sweep: list[Point]) -> None:
@@ -127,7 +143,17 @@ def comparison(sweep: list[Point]) -> str:
     """A table of the points: state, iterations, reward, speed, and the cost of an update."""
     from hpcflow import report, store
 
-    rows = [("point", "state", "iterations", "reward, last quarter", "tokens/s", "s/iteration", "accelerator-s/update")]
+    rows = [
+        (
+            "point",
+            "state",
+            "iterations",
+            "reward, last quarter",
+            "tokens/s",
+            "s/iteration",
+            "accelerator-s/update",
+        )
+    ]
     for point in sweep:
         history = store.open(point.run).history() if (point.run / "config.yaml").is_file() else []
         numbers = ["", "", "", ""]
@@ -143,4 +169,6 @@ def comparison(sweep: list[Point]) -> str:
             ]
         rows.append((point.name, point.state, f"{len(history)}/{point.config.iterations}", *numbers))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
