@@ -9,6 +9,7 @@ without an error.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 from hpcflow.mpi import guard
@@ -60,9 +61,5 @@ def _flavours() -> str:
         said = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    names = [
-        word
-        for word in (said.stdout + said.stderr).split()
-        if word not in ("MPI", "plugin", "types", "are...")
-    ]
+    names = re.findall(r"\b(?:pmi\w*|cray\w*|openmpi|none)\b", said.stdout + said.stderr)
     return f" (srun knows {', '.join(dict.fromkeys(names))})" if names else ""

@@ -122,5 +122,8 @@ def join_pool(context: Context, address: str | None = None) -> None:
     port = context.exchange(store.port.to_bytes(4, "big") if store else b"")[0]
     if store is None:
         store = dist.TCPStore(host, int.from_bytes(port, "big"), context.size, is_master=False)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # all GPUs of the node are visible
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=context.index, world_size=context.size)

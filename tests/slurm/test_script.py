@@ -156,3 +156,12 @@ def test_without_slurm_the_command_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_component_defaults_to_all_workers() -> None:
     assert [b.component for b in blocks(compose(["experiment=tiny"]))][1] == Component()
+
+
+def test_a_run_directory_in_use_by_a_job_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """Also by one that only waits; the run can be continued when the job is gone."""
+    held = cluster.submit(*TINY, "cluster.slurm.flags={hold: true}", f"run.dir={tmp_path}")
+    again = hpcflow("submit", "--resume", str(held.run))
+    assert again.returncode == 2 and f"is in use by job {held.id} (PENDING)" in again.stderr, again.stderr
+    cluster.cancel_all()
+    assert cluster.submit("--resume", str(held.run)).run == held.run
