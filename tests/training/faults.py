@@ -3,7 +3,8 @@
 A fault is {"victim": "worker" | "recorder" | "controller" | "everything", "node": "critic.update_critic",
 "when": "before" | "middle" | "after", "iteration": n}. A worker dies before the node begins, inside it (of an
 update: between its mini-batches), or after it has computed, before it can say so. "everything": it takes all
-other ranks along. With "seconds" instead of a node the victim dies so long after its world stood.
+other ranks along. With "seconds" instead of a node the victim dies so long after it began its first call (the
+controller: to resume), with all models built.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _in_worker(fault: dict[str, Any], mine: int, pids: Path) -> None:
         return
     die = functools.partial(_die, fault, pids)
     if "seconds" in fault:
-        _later(fault["seconds"], Host, "run", die)
+        _later(fault["seconds"], Host, "_execute", die, lambda host, ready: ready.call.method != "build")
         return
     execute, armed = Host._execute, threading.Event()
     if fault["when"] == "middle":
@@ -112,13 +113,14 @@ def _inside(method: str, armed: threading.Event, die: Callable[[], None]) -> Non
 
 
 def _in_controller(fault: dict[str, Any], mine: int, pids: Path) -> None:
+    from hpcflow.dataflow.recovery import Recovery
     from hpcflow.dataflow.world import World
 
     if not _is_victim(fault, mine):
         return
     die = functools.partial(_die, fault, pids)
     if "seconds" in fault:
-        _later(fault["seconds"], World, "__init__", die)
+        _later(fault["seconds"], Recovery, "resume", die, lambda recovery: True)
         return
     issue, done = World.issue, World._done
 
@@ -141,13 +143,17 @@ def _in_controller(fault: dict[str, Any], mine: int, pids: Path) -> None:
     World.issue, World._done = patched_issue, patched_done
 
 
-def _later(seconds: float, owner: type, name: str, die: Callable[[], None]) -> None:
-    original = getattr(owner, name)
+def _later(
+    seconds: float, owner: type, name: str, die: Callable[[], None], when: Callable[..., bool]
+) -> None:
+    """Die ``seconds`` after the first call of ``owner.name`` for which ``when`` holds."""
+    original, timers = getattr(owner, name), []
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        timer = threading.Timer(seconds, die)
-        timer.daemon = True
-        timer.start()
+        if not timers and when(*args, **kwargs):
+            timers.append(threading.Timer(seconds, die))
+            timers[0].daemon = True
+            timers[0].start()
         return original(*args, **kwargs)
 
     setattr(owner, name, patched)

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from hpcflow.data.columns import Columns, Ragged, nbytes
-from hpcflow.store import RunWriter, read_lines
-from hpcflow.store import open as open_run
-from hpcflow.store.checkpoint import latest
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from hpcflow.data.columns import Columns, Ragged, nbytes  # noqa: E402
+from hpcflow.store import RunWriter, read_lines  # noqa: E402
+from hpcflow.store import open as open_run  # noqa: E402
+from hpcflow.store.checkpoint import latest  # noqa: E402
 
 
 def train(*words: str) -> tuple[int, str, float]:
