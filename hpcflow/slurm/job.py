@@ -69,7 +69,7 @@ def keep_alive(run: Path, config: Config, launch: Callable[[], int]) -> int:
             return code
         failures = 0 if progress else failures + 1
         if failures > slurm.relaunches:
-            say(f"{failures} launches in a row failed without a new iteration: giving up")
+            say(f"giving up: launches in a row that failed without a new iteration: {failures}")
             return code
         say(f"launching again after exit code {code}, inside the same allocation")
 
@@ -115,11 +115,7 @@ def _queue_again(run: Path, wanted: bool) -> int:
     """
     if not (wanted and in_batch()):
         return CONTINUE_LATER
-    done = [attempt["iterations"] for attempt in attempts(run)]
-    idle = 0
-    while idle + 1 < len(done) and done[-1 - idle] <= max(done[: -1 - idle]):
-        idle += 1
-    idle += len(done) == idle + 1 and done[0] == 0
+    idle = idle_attempts([attempt["iterations"] for attempt in attempts(run)])
     if idle > REQUEUES_WITHOUT_PROGRESS:
         say(
             f"not queued again: {idle} attempts in a row ended without a new iteration. "
@@ -129,6 +125,18 @@ def _queue_again(run: Path, wanted: bool) -> int:
     client.run("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     say("queued again; the run continues from its last committed iteration")
     return CONTINUE_LATER
+
+
+def idle_attempts(done: list[int]) -> int:
+    """How many attempts in a row, up to the last one, committed no iteration that was not committed before.
+
+    ``done``: committed iterations after each attempt.
+    """
+    best = idle = 0
+    for iterations in done:
+        idle = 0 if iterations > best else idle + 1
+        best = max(best, iterations)
+    return idle
 
 
 def find_run(parent: Path) -> Path | None:

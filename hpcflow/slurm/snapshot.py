@@ -54,8 +54,7 @@ def moved(config: Config, run: Path) -> Config:
 
 
 def own_modules(config: Config) -> list[Path]:
-    """Files and package folders of the functions and classes that the config names, beside those installed.
-    """
+    """Files and package folders of the functions and classes that the config names, beside those installed."""
     found = []
     for name in sorted({match[1] for text in _texts(to_dict(config)) if (match := DOTTED.fullmatch(text))}):
         try:

@@ -102,8 +102,6 @@ def refuse_live(run: Path) -> None:
     me = os.environ.get("SLURM_JOB_ID")
     for job, state in client.states([job for job in jobs(run) if job != me]).items():
         if state not in client.ENDED:
-            raise ValueError(
-                f"{run} is in use by job {job} ({state}); works: scancel {job}, or a new run"
-            )
+            raise ValueError(f"{run} is in use by job {job} ({state}); works: scancel {job}, or a new run")
     with run_folder.locked(run):
         pass
