@@ -7,6 +7,7 @@ server (tests/forkserver.py), and calls the named function. The function initial
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,7 @@ def run_world(
     with tempfile.TemporaryDirectory(prefix="hpcflow-world-") as name:
         folder = Path(name)
         (folder / "call.json").write_text(
-            json.dumps({"function": function, "args": args or {}, "timeout": timeout})
+            json.dumps({"function": function, "args": args or {}})
         )
         socket = server(vllm).socket if forked else ""
         environment = rank_environment(
@@ -132,6 +134,7 @@ def run_world(
                 rc = None
             finally:
                 if world.poll() is None:
+                    show_stacks(folder)
                     world.send_signal(signal.SIGHUP)
                     world.wait()
         stdout, stderr = ((folder / each).read_text(errors="replace") for each in ("out", "err"))
@@ -146,12 +149,20 @@ def run_world(
         )
 
 
+def show_stacks(folder: Path) -> None:
+    """Make every rank write the stacks of all its threads to stderr; it dies of that."""
+    for path in folder.glob("pid_*"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(path.read_text()), signal.SIGABRT)
+    time.sleep(0.5)
+
+
 def main() -> None:
     """One rank: argv[1] is the folder of the world."""
     folder = Path(sys.argv[1])
     call = json.loads((folder / "call.json").read_text())
     faulthandler.enable()
-    faulthandler.dump_traceback_later(0.9 * call["timeout"], exit=False)
+    (folder / f"pid_{rank()}").write_text(str(os.getpid()))
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
