@@ -5,6 +5,7 @@ taken.
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 
 from hpcflow import rank
 from hpcflow.mpi.guard import rank as rank_number
+from hpcflow.store import CheckpointDir, read_lines
 from hpcflow.store import open as open_run
-from hpcflow.store import read_lines
 from tests.training.programs import start
 from tests.training.test_kills import new_run
 from tests.training.test_same_training import equal
@@ -55,6 +56,29 @@ def be_rank_with_bad_numbers(run: str, what: str) -> int:
     patched.__dict__.update(value.__dict__)
     losses.clipped_value = patched
     return rank.main(Path(run))
+
+
+def be_rank_with_a_slow_disk(run: str) -> int:
+    """Every checkpoint takes a second longer to write; how many copies of the state there are is noted."""
+    from hpcflow.engines import sharded_state
+
+    snapshot, write = sharded_state.snapshot, sharded_state.Snapshot.write
+    alive, most = [0], [0]
+
+    def taken(*args: Any) -> Any:
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        return snapshot(*args)
+
+    def slow(self: Any, folder: Path) -> Any:
+        time.sleep(1.0)
+        done = write(self, folder)
+        alive[0] -= 1
+        return done
+
+    sharded_state.snapshot, sharded_state.Snapshot.write = taken, slow
+    rank.main(Path(run))
+    return most[0]
 
 
 def launch(config: Any, run: Path, function: str, **arguments: Any) -> Result:
@@ -105,3 +129,17 @@ def test_bad_steps_stop_the_run_or_are_skipped_as_the_policy_says(tmp_path: Path
     first, second = (open_run(run).iteration(number).metrics for number in (0, 1))
     assert first["critic/skipped"] == 0.0 and second["critic/skipped"] == 0.5
     assert math.isfinite(second["critic/loss"]) and math.isfinite(second["critic/value_error"])
+
+
+def test_checkpoints_are_written_while_training_goes_on(tmp_path: Path) -> None:
+    """One copy of each model's state at a time, and none is lost."""
+    config, run = new_run(tmp_path, ["iterations=3", "run.checkpoint_every=1", "run.keep=3"])
+    result = launch(config, run, "be_rank_with_a_slow_disk").check()
+    assert result.returned[2:] == [2, 2]  # actor and critic live in both ranks
+    found = open_run(run)
+    for number in (0, 1):
+        written = (run / f"checkpoints/iteration_{number}/actor/00000-of-00002.safetensors").stat().st_mtime
+        following = {node["method"]: node for node in found.iteration(number + 1).nodes}
+        assert following["generate_sequences"]["start"] < written
+    assert [each.iteration for each in CheckpointDir(run).complete()] == [0, 1, 2]
+    assert all(each.damage() == {} for each in CheckpointDir(run).complete())
