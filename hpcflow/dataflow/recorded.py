@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Recorded:
-    """What is recorded of one iteration: ``rows``, ``places`` (column -> place of the call that made it).
+    """What is recorded of one iteration: ``rows``, ``places`` (column, see `Recovery`, -> place of the call that made
+    it).
 
     ``values``: place -> {rank: value} of calls that only return a value; empty when not all columns that the
     iteration's updates read are recorded: then such calls are made, for what they may do besides.
@@ -30,9 +31,16 @@ class Recorded:
     ) -> None:
         self.places, self.values, self.rows = places, values, rows
         self.skipped: list[str] = []  # places of calls that were not made
-        primitive = dataclasses.replace(recorder.primitives["replay"], writes=tuple(places))
-        arguments = {"iteration": iteration, "rows": rows}
-        self.columns: dict[str, Origin] = recorder.issue(primitive, None, arguments, "recorder.replay#1").columns
+        self.columns: dict[str, Origin] = {}  # by the name under which it is recorded
+        self._by_place: dict[tuple[str, str], Origin] = {}
+        for prefix in sorted({name.rpartition(".")[0] for name in places}):
+            stored = [name for name in places if name.rpartition(".")[0] == prefix]
+            plain = {name: name.rpartition(".")[2] for name in stored}
+            primitive = dataclasses.replace(recorder.primitives["replay"], writes=tuple(plain.values()))
+            arguments = {"iteration": iteration, "rows": rows, "prefix": f"{prefix}." if prefix else ""}
+            made = recorder.issue(primitive, None, arguments, "recorder.replay#1").columns
+            self.columns |= {name: made[plain[name]] for name in stored}
+            self._by_place |= {(places[name], plain[name]): made[plain[name]] for name in stored}
 
     def instead_of(
         self,
@@ -53,7 +61,7 @@ class Recorded:
             return KnownHandle(known, group.ranks) if known is not None else None
         later = Deferred(group, place, make)
         columns: dict[str, Origin | Deferred] = {
-            name: self.columns[name] if self.places.get(name) == place and rows == self.rows else later
+            name: self._by_place.get((place, name), later) if rows == self.rows else later
             for name in primitive.writes
         }
         if later not in columns.values():

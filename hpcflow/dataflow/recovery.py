@@ -46,7 +46,9 @@ class Recovery:
         self.recorder: WorkerGroup = world.group(RECORDER)
         self.journal = Journal(run)
         self._recorded: dict[str, Origin | Deferred] = {}  # what of the iteration is recorded, and where it came from
+        self._places: dict[str, str] = {}  # the calls that made what is recorded
         self._taken_up: tuple[int, Progress | None] | None = None
+        self.kept: Values = {}  # what calls of the iteration returned that an earlier launch made
         self.kept_metrics: dict[str, float] = {}  # of the iteration's nodes that an earlier launch computed
         world.before_issue = self._started
         world.after_done = self._finished
@@ -57,12 +59,12 @@ class Recovery:
 
     def begin(self, iteration: int) -> None:
         """An iteration is computed from here on, with what an earlier launch recorded of it."""
-        self._recorded = {}
+        self._recorded, self._places = {}, {}
         self.world.begin(iteration)
         self.world.recorded = None
         progress = self._take_up(iteration)
         recorded = self.world.recorded
-        kept = progress.values if progress and recorded else {}
+        self.kept = kept = progress.values if progress and recorded else {}
         self.journal.begin(iteration, {name: group.version for name, group in self.trained.items()}, kept)
         if recorded:
             self.journal.recorded(recorded.places)
@@ -79,7 +81,7 @@ class Recovery:
         whole = progress is not None and any(node.advances for node in progress.nodes)
         values = progress.values if whole else {}
         self.world.recorded = Recorded(self.recorder, iteration, rows, places, values)
-        self._recorded = dict(self.world.recorded.columns)
+        self._recorded, self._places = dict(self.world.recorded.columns), dict(places)
         return progress
 
     def end(self) -> None:
@@ -110,21 +112,32 @@ class Recovery:
             handle.wait()
 
     def _record(self, batch: Batch) -> Handle | None:
-        """Send to the recorder what it does not have; None when it has everything."""
+        """Send to the recorder what it does not have; None when it has everything.
+
+        Two batches of an iteration may have columns of one name, e.g. of two policies that answer each other: where
+        another model made the one that is recorded, a column's name is preceded by its own model's.
+        """
         known = self._recorded
-        names = tuple(name for name, origin in batch.columns.items() if known.get(name) is not origin.peek(name))
+        peeked = {name: origin.peek(name) for name, origin in batch.columns.items()}
+        have = {(name.rpartition(".")[2], id(origin)) for name, origin in known.items()}
+        names = tuple(name for name, origin in peeked.items() if (name, id(origin)) not in have)
         if not names:
             return None
-        same = not known or len(names) < len(batch.columns)
         origins = {name: batch.columns[name].now(name) for name in names}
+        stored = {name: _stored_name(name, origin, self._places) for name, origin in origins.items()}
+        same = not known or len(names) < len(batch.columns) or any(new != name for name, new in stored.items())
         if not same:
             known.clear()
-        known.update(origins)
+            self._places.clear()
+        known.update({stored[name]: origin for name, origin in origins.items()})
+        places = {stored[name]: origin.place for name, origin in origins.items()}
+        self._places.update(places)
         primitive = dataclasses.replace(self.recorder.primitives["record"], reads=names)
         arguments = {
             "iteration": self.world.iteration,
-            "stamps": {name: origin.stamp for name, origin in origins.items()},
-            "places": {name: origin.place for name, origin in origins.items()},
+            "names": {name: new for name, new in stored.items() if new != name},
+            "stamps": {stored[name]: origin.stamp for name, origin in origins.items()},
+            "places": places,
             "restart": not same,
         }
         return self.recorder.call(primitive, batch, arguments)
@@ -200,8 +213,8 @@ class Recovery:
         What the updates return is compared to what is recorded of them.
         """
         facts = open_run(self.run).iteration(iteration).facts
-        values = {node["place"]: {int(r): v for r, v in node["values"].items()} for node in facts["nodes"]}
-        values = {place: found for place, found in values.items() if found}
+        said = facts["kept"] | {node["place"]: node["values"] for node in facts["nodes"] if node["values"]}
+        values = {place: {int(rank): value for rank, value in by_rank.items()} for place, by_rank in said.items()}
         start = time.time()
         self.world.begin(iteration)
         self.world.recorded = Recorded(self.recorder, iteration, facts["samples"], facts["places"], values)
@@ -220,6 +233,14 @@ class Recovery:
             f"iteration {iteration + 1} replayed in {time.time() - start:.1f} s instead of {facts['wall_s']:.1f} s"
             f"{f', {made} calls made besides the updates' if made else ''}: {_compared(nodes, facts['metrics'])}"
         )
+
+
+def _stored_name(name: str, origin: Origin, places: dict[str, str]) -> str:
+    """``name``, or "model.name" where the recorded column of that name was made by another model."""
+    before = places.get(name)
+    if before is None or before.partition(".")[0] == origin.stamp.model:
+        return name
+    return f"{origin.stamp.model}.{name}"
 
 
 def _metrics_of(kept: Values) -> dict[str, float]:

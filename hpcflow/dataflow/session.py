@@ -113,6 +113,7 @@ class Session:
         }
         return {
             "nodes": [node.record() for node in nodes],
+            "kept": self.recovery.kept,
             "metrics": metrics,
             "versions": {name: group.version for name, group in self.groups.items()},
             "start": start,

@@ -27,13 +27,19 @@ class Recorder:
 
     @primitive("ONE_TO_ALL")
     def record(
-        self, rows: Rows, iteration: int, stamps: dict[str, Stamp], places: dict[str, str], restart: bool
+        self,
+        rows: Rows,
+        iteration: int,
+        names: dict[str, str],
+        stamps: dict[str, Stamp],
+        places: dict[str, str],
+        restart: bool,
     ) -> None:
-        """Make columns of an iteration durable, with stamps and places. ``restart``: of other samples than before."""
+        """Make columns of an iteration durable, with stamps and places, those in ``names`` under another name.
+        ``restart``: of other samples than before."""
         plain = {name: tuple(stamp) for name, stamp in stamps.items()}
-        self.writer.record(
-            iteration, rows.ids, rows.columns, plain, places=places, draft=True, restart=restart
-        )
+        columns = {names.get(name, name): column for name, column in rows.columns.items()}
+        self.writer.record(iteration, rows.ids, columns, plain, places=places, draft=True, restart=restart)
 
     @primitive("ONE_TO_ALL")
     def recorded(self, rows: Rows, iteration: int) -> tuple[int, dict[str, str]]:
@@ -45,10 +51,13 @@ class Recorder:
         return len(found.ids), found.places
 
     @primitive("ONE_TO_ALL")
-    def replay(self, rows: Rows, iteration: int, parts: dict[int, tuple[int, int]]) -> Output:
-        """The recorded columns of an iteration. What it writes, the caller says."""
+    def replay(self, rows: Rows, iteration: int, prefix: str, parts: dict[int, tuple[int, int]]) -> Output:
+        """The recorded columns of an iteration whose names begin with ``prefix`` ("": have none), without it. What it
+        writes, the caller says."""
         found = self.writer.recorded(iteration)
-        return Output(found.columns, ids=found.ids)
+        start = len(prefix)
+        named = {name[start:]: column for name, column in found.columns.items() if name.startswith(prefix)}
+        return Output({name: column for name, column in named.items() if "." not in name}, ids=found.ids)
 
     @primitive("ONE_TO_ALL")
     def commit(self, rows: Rows, iteration: int, facts: dict[str, Any]) -> dict[str, float]:
@@ -82,7 +91,7 @@ class Recorder:
         """OSError when ``needed`` bytes for each of ``copies`` checkpoints, less those there, are not free. Returns the
         number of free bytes."""
         missing = max(1, copies - len(self.checkpoints.complete()))
-        self.checkpoints.require_space(needed * missing)
+        self.checkpoints.require_space(needed, missing)
         stat = os.statvfs(self.run)
         return stat.f_bavail * stat.f_frsize
 
