@@ -98,8 +98,8 @@ def _sampling(config: Config, facts: Facts) -> Problems:
         yield Problem(
             "algorithm.policy_loss.args.importance_cap",
             cap,
-            f"with top_p={sampling.top_p:g}, top_k={sampling.top_k} the engine's log-probs are of the truncated "
-            "distribution: the importance weight would be wrong",
+            f"with top_p={sampling.top_p:g}, top_k={sampling.top_k} the engine's log-probs are of the "
+            "truncated distribution: the importance weight would be wrong",
             "algorithm.policy_loss.args.importance_cap=null, or top_p=1 and top_k=0",
         )
     if cap is not None and algorithm.old_log_probs == "rollout":

@@ -1,11 +1,12 @@
-"""Rules of the check about an algorithm as a whole: its models, the columns that they hand each other, its state."""
+"""Rules of the check about an algorithm as a whole: its models, the columns that they hand each other, its
+state."""
 
 from __future__ import annotations
 
 from hpcflow.config import Config
-from hpcflow.dotted import columns_read, models_called
+from hpcflow.dotted import columns_read, models_called, signature
 from hpcflow.estimate import Facts
-from hpcflow.schema import Problem, Problems, nearest
+from hpcflow.schema import Problem, Problems
 
 GENERATED = (
     *("prompt_ids", "record", "response_ids", "rollout_log_probs", "old_log_probs", "truncated", "loss_mask"),
@@ -46,7 +47,11 @@ def _columns(config: Config, facts: Facts) -> Problems:
         return
     made = {column for worker in workers for column in WRITES[worker]}
     calls = {"advantage": algorithm.advantage, "policy_loss": algorithm.policy_loss, "state": algorithm.state}
-    if any(config.models[name].worker in ("critic", "cost_critic") for name in algorithm.models if name in config.models):
+    if any(
+        config.models[name].worker in ("critic", "cost_critic")
+        for name in algorithm.models
+        if name in config.models
+    ):
         calls["value_loss"] = algorithm.value_loss
     for key, call in calls.items():
         for column in (columns_read(call.function) or ()) if call else ():
@@ -57,8 +62,8 @@ def _columns(config: Config, facts: Facts) -> Problems:
                     f"algorithm.{key}.function",
                     call.function,
                     f"reads column {column}, which none of the models {', '.join(algorithm.models)} makes",
-                    f"algorithm.models=[{', '.join([*algorithm.models, (known or [maker or column])[0]])}], called "
-                    f"by the dataflow",
+                    f"algorithm.models=[{', '.join([*algorithm.models, (known or [maker or column])[0]])}], "
+                    f"called by the dataflow",
                 )
                 break
 
@@ -66,7 +71,9 @@ def _columns(config: Config, facts: Facts) -> Problems:
 def _groups(config: Config, facts: Facts) -> Problems:
     """Draws of a prompt are compared with each other where an estimator needs it."""
     algorithm, draws = config.algorithm, config.algorithm.batch.draws
-    compares = algorithm.advantage.function.startswith(GROUPS) or algorithm.advantage.args.get("baseline") is True
+    compares = (
+        algorithm.advantage.function.startswith(GROUPS) or algorithm.advantage.args.get("baseline") is True
+    )
     if compares and draws < 2:
         yield Problem(
             "algorithm.batch.draws",
@@ -99,6 +106,26 @@ def _cost(config: Config, facts: Facts) -> Problems:
             )
 
 
+def _state(config: Config, facts: Facts) -> Problems:
+    """The advantage takes the numbers of the state."""
+    state, advantage = config.algorithm.state, config.algorithm.advantage
+    if state is None:
+        return
+    try:
+        found = signature(advantage.function)
+    except (ValueError, ImportError, SyntaxError):
+        return  # reported with the other functions
+    for name in state.initial:
+        if found is not None and name not in found.accepted and not found.any_keyword:
+            yield Problem(
+                f"algorithm.state.initial.{name}",
+                state.initial[name],
+                f"{advantage.function} takes no such argument",
+                f"~algorithm.state.initial.{name}, or "
+                "advantage.function=hpcflow.algorithms.advantages:safe_gae",
+            )
+
+
 def _pretrain(config: Config, facts: Facts) -> Problems:
     """Pretraining texts are there where the dataflow asks for their loss."""
     algorithm = config.algorithm
@@ -119,4 +146,4 @@ def _overlong(config: Config, facts: Facts) -> Problems:
         yield Problem(key, buffer, f"must be between 0 and max_tokens={most}", f"{key}={max(0, most // 4)}")
 
 
-RULES = (_called, _columns, _groups, _cost, _pretrain, _overlong)
+RULES = (_called, _columns, _groups, _cost, _state, _pretrain, _overlong)

@@ -58,7 +58,9 @@ def _models(config: Config, facts: Facts) -> Problems:
             yield from _reward(key, config, name)
         elif spec.worker == "tool":
             if spec.function is None:
-                yield Problem(f"{key}.function", None, "a tool is a function", f"{key}.function=package.module:name")
+                yield Problem(
+                    f"{key}.function", None, "a tool is a function", f"{key}.function=package.module:name"
+                )
         elif spec.worker in WORKERS and spec.path is None:
             paths = [config.models[actor].path for actor in actors(config) if actor in facts]
             yield Problem(
@@ -123,7 +125,12 @@ def _vocabularies(config: Config, facts: Facts) -> Problems:
     """Models that read the actor's tokens share its vocabulary."""
     for actor in actors(config):
         for name, model in facts.items():
-            if actor in facts and config.models[name].worker in ("critic", "cost_critic", "reference", "actor"):
+            if actor in facts and config.models[name].worker in (
+                "critic",
+                "cost_critic",
+                "reference",
+                "actor",
+            ):
                 if model.vocab != facts[actor].vocab:
                     yield Problem(
                         f"models.{name}.path",

@@ -39,8 +39,8 @@ def signature(path: str) -> Signature | None:
 
 
 def columns_read(path: str) -> tuple[str, ...] | None:
-    """The columns without which the function cannot do (`hpcflow.data.needs.reads`); None if it does not say so in a
-    form that the source shows."""
+    """The columns without which the function cannot do (`hpcflow.data.needs.reads`); None if it does not say
+    so in a form that the source shows."""
     definition = _definition(path)
     for mark in getattr(definition, "decorator_list", []):
         if isinstance(mark, ast.Call) and getattr(mark.func, "id", getattr(mark.func, "attr", "")) == "reads":
@@ -53,7 +53,8 @@ def columns_read(path: str) -> tuple[str, ...] | None:
 
 
 def models_called(path: str) -> list[str]:
-    """The models that a dataflow function calls: the attributes of its first parameter that it names, in order."""
+    """The models that a dataflow function calls: the attributes of its first parameter that it names, in
+    order."""
     definition = _definition(path)
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
         return []

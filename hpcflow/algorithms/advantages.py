@@ -14,9 +14,9 @@ return 0, and are skipped: the kept token after them is their successor. Every r
 however rows are spread over ranks (`hpcflow.algorithms.statistics`). Estimators over groups are in
 `hpcflow.algorithms.group_advantages`.
 
-Parameters that several share: ``kl_coef`` times the KL estimate ``kl`` of old against reference log-probs is taken
-off the reward of each token, the reward proper stands at the last token of the response; ``unbiased`` chooses the
-variance that whitening divides by (verl and TRL: unbiased; OpenRLHF: biased).
+Parameters that several share: ``kl_coef`` times the KL estimate ``kl`` of old against reference log-probs is
+taken off the reward of each token, the reward proper stands at the last token of the response; ``unbiased``
+chooses the variance that whitening divides by (verl and TRL: unbiased; OpenRLHF: biased).
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def safe_gae(
     whiten: bool = True,
     unbiased: bool = True,
 ) -> Columns:
-    """The advantage of PPO-Lagrangian (Dai et al. 2024, Safe RLHF, arXiv:2310.12773): (A_r - m * A_c) / (1 + m).
+    """The advantage of PPO-Lagrangian (Dai et al. 2024, Safe RLHF, arXiv:2310.12773): (A_r - m * A_c) / (1 +
+    m).
 
     A_r is `gae` of the reward, KL penalty included; A_c is GAE of the cost with the cost critic's values
     (column cost_values), without penalty; m >= 0 is the Lagrange multiplier. Dividing by 1 + m keeps the
@@ -95,7 +96,9 @@ def safe_gae(
     return s.result(mask, advantages, returns, divergence) | {"cost_returns": s.ragged(cost_returns, mask)}
 
 
-@reads("reward", "reward_ok", "baseline", "baseline_ok", "loss_mask", optional=("old_log_probs", "ref_log_probs"))
+@reads(
+    "reward", "reward_ok", "baseline", "baseline_ok", "loss_mask", optional=("old_log_probs", "ref_log_probs")
+)
 def remax(
     ids: torch.Tensor,
     rows: Columns,
@@ -127,10 +130,12 @@ def reinforce_pp(
     baseline: bool = False,
     unbiased: bool = True,
 ) -> Columns:
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): discounted returns, whitened over the tokens of the whole batch.
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): discounted returns, whitened over the tokens of the
+    whole batch.
 
-    R_t = r_t + gamma * R_{t+1}; A = whiten(R). ``baseline`` first takes the mean reward of the prompt's draws off each
-    reward (REINFORCE++-baseline); a prompt with one draw left then has 0 before whitening, where verl keeps its reward.
+    R_t = r_t + gamma * R_{t+1}; A = whiten(R). ``baseline`` first takes the mean reward of the prompt's draws
+    off each reward (REINFORCE++-baseline); a prompt with one draw left then has 0 before whitening, where
+    verl keeps its reward.
     """
     mask = s.loss_mask(rows)
     divergence = s.kl_column(rows, kl, required=kl_coef != 0)

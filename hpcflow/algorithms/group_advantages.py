@@ -1,10 +1,10 @@
 """Advantage estimators without a critic: the draws of one prompt are each other's baseline.
 
-Signature, columns and promises as in `hpcflow.algorithms.advantages`. One number per response, the same at each of its
-tokens; returns repeat the advantages. A group of equal rewards gives exactly 0, rounding noise in them included, and
-so does a group with one draw left: it has nothing to compare with (verl keeps the raw reward there, save in its
-vectorised RLOO). Groups are over the draws whose reward did not fail. ``kl`` without ``kl_coef`` is only for the
-column of that name.
+Signature, columns and promises as in `hpcflow.algorithms.advantages`. One number per response, the same at
+each of its tokens; returns repeat the advantages. A group of equal rewards gives exactly 0, rounding noise in
+them included, and so does a group with one draw left: it has nothing to compare with (verl keeps the raw
+reward there, save in its vectorised RLOO). Groups are over the draws whose reward did not fail. ``kl``
+without ``kl_coef`` is only for the column of that name.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ SCALES = ("group", "batch", "none")
 
 @reads("reward", "reward_ok", "loss_mask", optional=("old_log_probs", "ref_log_probs"))
 def grpo(
-    ids: torch.Tensor, rows: Columns, gather: Gather, *, scale: str = "group", eps: float = 1e-6, kl: str = "k3"
+    ids: torch.Tensor,
+    rows: Columns,
+    gather: Gather,
+    *,
+    scale: str = "group",
+    eps: float = 1e-6,
+    kl: str = "k3",
 ) -> Columns:
     """Group-normalised rewards (Shao et al. 2024, arXiv:2402.03300): (r - mean) / (deviation + ``eps``).
 
-    ``scale``: the unbiased deviation is that of the prompt's draws ("group"), that of all rewards of the batch
-    ("batch", an option of TRL), or there is no division ("none": Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
-    ``eps``: 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF.
+    ``scale``: the unbiased deviation is that of the prompt's draws ("group"), that of all rewards of the
+    batch ("batch", an option of TRL), or there is no division ("none": Dr. GRPO, Liu et al. 2025,
+    arXiv:2503.20783). ``eps``: 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF.
     """
     if scale not in SCALES:
         raise ValueError(f"scale={scale!r} is not known; it must be one of {', '.join(SCALES)}")
@@ -51,9 +57,10 @@ def dapo(
 ) -> Columns:
     """`grpo` with DAPO's shaping of overlong responses (Yu et al. 2025, arXiv:2503.14476, section 3.4).
 
-    A response of n tokens loses ``overlong_penalty`` * min(1, (n - (max_tokens - overlong_buffer)) / overlong_buffer)
-    of its reward where that is positive (equation 13); ``overlong_buffer`` 0: nothing. ``max_tokens``: the limit of
-    sampling. ``mask_truncated`` leaves what the limit cut off out of the loss, though not out of the statistics.
+    A response of n tokens loses ``overlong_penalty`` * min(1, (n - (max_tokens - overlong_buffer)) /
+    overlong_buffer) of its reward where that is positive (equation 13); ``overlong_buffer`` 0: nothing.
+    ``max_tokens``: the limit of sampling. ``mask_truncated`` leaves what the limit cut off out of the loss,
+    though not out of the statistics.
     """
     reward, length = rows["reward"].double(), rows["loss_mask"].lengths
     if overlong_buffer:
@@ -76,7 +83,8 @@ def rloo(
     normalize: bool = False,
     eps: float = 1e-4,
 ) -> Columns:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): the reward less the mean of the other draws.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): the reward less the mean of the other
+    draws.
 
     ``kl_coef`` takes the KL still to come off each token, as OpenRLHF does; then a flat group is not 0.
     ``normalize``: to mean 0 and deviation 1 over the responses of the batch, with ``eps`` (an option of TRL).
@@ -131,4 +139,6 @@ def _normalized(numbers: list[float], ok: torch.Tensor, gather: Gather, eps: flo
     if len(everything) < 2:
         return [0.0] * len(numbers)
     mean, spread = math.fsum(everything) / len(everything), s.deviation(everything)
-    return [(n - mean) / (spread + eps) if good else 0.0 for n, good in zip(numbers, ok.tolist(), strict=True)]
+    return [
+        (n - mean) / (spread + eps) if good else 0.0 for n, good in zip(numbers, ok.tolist(), strict=True)
+    ]

@@ -1,7 +1,8 @@
-"""Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): one importance ratio per response.
+"""Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): one importance ratio per
+response.
 
-s_i = (pi(y_i) / pi_old(y_i)) ** (1 / |y_i|), clipped as a whole (equations 5 to 7); the advantages are GRPO's. See
-configs/algorithm/gspo.yaml.
+s_i = (pi(y_i) / pi_old(y_i)) ** (1 / |y_i|), clipped as a whole (equations 5 to 7); the advantages are
+GRPO's. See configs/algorithm/gspo.yaml.
 """
 
 from __future__ import annotations

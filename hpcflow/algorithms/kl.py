@@ -11,11 +11,11 @@ k3    exp(-r) - 1 + r   unbiased, never negative                 that of KL(refe
 ====  ================  =======================================  ==================================
 
 (Averages over tokens sampled from the very policy that is differentiated.) k1 is the usual choice inside a
-reward, k3 the usual one inside a loss. A "+" after the name keeps the value and takes the gradient of k2, which is
-the right one for a loss (as in verl and OpenRLHF).
+reward, k3 the usual one inside a loss. A "+" after the name keeps the value and takes the gradient of k2,
+which is the right one for a loss (as in verl and OpenRLHF).
 
-k3 clamps r to +-20, as verl does; verl also clamps its value to 10, and OpenRLHF clamps every value to +-10: they
-differ from this only for tokens that the two policies judge e^10 times apart.
+k3 clamps r to +-20, as verl does; verl also clamps its value to 10, and OpenRLHF clamps every value to +-10:
+they differ from this only for tokens that the two policies judge e^10 times apart.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def estimate(name: str, log_probs: torch.Tensor, ref_log_probs: torch.Tensor) ->
     """The estimate of that name, float, any shape. ValueError for an unknown name."""
     base = name.removesuffix("+")
     if base not in ESTIMATORS:
-        raise ValueError(f"kl={name!r} is not known; it must be {', '.join(ESTIMATORS)}, or one of them with a +")
+        raise ValueError(
+            f"kl={name!r} is not known; it must be {', '.join(ESTIMATORS)}, or one of them with a +"
+        )
     value = ESTIMATORS[base](log_probs, ref_log_probs)
     if base == name:
         return value

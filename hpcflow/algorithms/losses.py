@@ -1,10 +1,10 @@
 """Per-token losses of policy and critic.
 
 A loss function is called as ``f(predictions, rows, **params)`` with float32 [T] predictions over the response
-tokens of ``rows`` (any micro-batch of whole rows) and returns (loss [T], metrics {name: [T]}), nothing aggregated: the
-training engine multiplies by `hpcflow.engines.batching.token_weights` and sums. Tokens whose ``loss_mask`` is
-false have loss 0 and gradient 0, whatever stands in the columns there (NaN too). Rows without a counted token are
-left out of means over rows, as in verl and OpenRLHF (TRL counts them).
+tokens of ``rows`` (any micro-batch of whole rows) and returns (loss [T], metrics {name: [T]}), nothing
+aggregated: the training engine multiplies by `hpcflow.engines.batching.token_weights` and sums. Tokens whose
+``loss_mask`` is false have loss 0 and gradient 0, whatever stands in the columns there (NaN too). Rows
+without a counted token are left out of means over rows, as in verl and OpenRLHF (TRL counts them).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def ppo_clip(
 ) -> Loss:
     """PPO's clipped surrogate, plus ``kl_coef`` times a KL estimate against the reference.
 
-    With ratio = exp(log_probs - old_log_probs) and A = advantages:
-    loss = (w * max(-A * ratio, -A * clip(ratio, 1 - clip, 1 + clip_high)) + kl_coef * KL) / length.
-    ``clip_high`` defaults to ``clip`` (DAPO's clip-higher sets it apart). ``dual_clip`` = c > 1 bounds the
-    loss by -c * A where A < 0 (Ye et al. 2020); off unless set, as in TRL and OpenRLHF, while verl's default
-    is 3. ``kl``: see `hpcflow.algorithms.kl`. ``importance_cap`` = C: truncated importance sampling, w = min(C,
-    exp(old_log_probs - rollout_log_probs)), corrects for a generation engine whose log-probs are not quite those of
-    the training engine; else w = 1. ``length``: with agg=seq-mean-token-sum, what Dr. GRPO divides a response's sum
-    by instead of its own length: the longest possible one.
+    With ratio = exp(log_probs - old_log_probs) and A = advantages: loss = (w * max(-A * ratio, -A *
+    clip(ratio, 1 - clip, 1 + clip_high)) + kl_coef * KL) / length. ``clip_high`` defaults to ``clip`` (DAPO's
+    clip-higher sets it apart). ``dual_clip`` = c > 1 bounds the loss by -c * A where A < 0 (Ye et al. 2020);
+    off unless set, as in TRL and OpenRLHF, while verl's default is 3. ``kl``: see `hpcflow.algorithms.kl`.
+    ``importance_cap`` = C: truncated importance sampling, w = min(C, exp(old_log_probs - rollout_log_probs)),
+    corrects for a generation engine whose log-probs are not quite those of the training engine; else w = 1.
+    ``length``: with agg=seq-mean-token-sum, what Dr. GRPO divides a response's sum by instead of its own
+    length: the longest possible one.
 
-    Metrics: approx_kl (old - new log-prob), clip_fraction, with kl_coef kl_loss (before the coefficient), with
-    importance_cap importance_weight.
+    Metrics: approx_kl (old - new log-prob), clip_fraction, with kl_coef kl_loss (before the coefficient),
+    with importance_cap importance_weight.
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip={dual_clip} must be greater than 1, e.g. 3, or null")
@@ -70,11 +70,13 @@ def gspo(
     kl: str = "k3",
     importance_cap: float | None = None,
 ) -> Loss:
-    """The clipped surrogate with one ratio per response (Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7).
+    """The clipped surrogate with one ratio per response (Zheng et al. 2025, GSPO, arXiv:2507.18071, equation
+    7).
 
-    ratio = exp(mean over the response's counted tokens of log_probs - old_log_probs); in the token form of the paper
-    (section 4.3), so that token t receives the gradient of its own log-prob. Meant for agg=seq-mean-token-mean. The
-    paper's clip ranges are 3e-4 and 4e-4. Other parameters and metrics as in `ppo_clip`.
+    ratio = exp(mean over the response's counted tokens of log_probs - old_log_probs); in the token form of
+    the paper (section 4.3), so that token t receives the gradient of its own log-prob. Meant for
+    agg=seq-mean-token-mean. The paper's clip ranges are 3e-4 and 4e-4. Other parameters and metrics as in
+    `ppo_clip`.
     """
     mask: Ragged = rows["loss_mask"]
     keep = mask.values

@@ -1,9 +1,9 @@
 """A pipeline of agents: one policy drafts and uses a tool, another judges the draft, the first revises it.
 
-Nothing that a model does is particular to it: the same primitives, in another graph. The tool's output and the
-judgement stand inside the proposer's response as observation tokens, which nobody sampled and no loss counts. Both
-policies learn from the reward of the revision; the judge's advantage is that of its judgements of the same prompt. See
-configs/experiment/propose_judge_revise.yaml.
+Nothing that a model does is particular to it: the same primitives, in another graph. The tool's output and
+the judgement stand inside the proposer's response as observation tokens, which nobody sampled and no loss
+counts. Both policies learn from the reward of the revision; the judge's advantage is that of its judgements
+of the same prompt. See configs/experiment/propose_judge_revise.yaml.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): PPO's clipped loss without a critic, advantages whitened globally.
+"""REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): PPO's clipped loss without a critic, advantages whitened
+globally.
 
-The baseline variant takes the mean of the prompt's draws off each reward first: configs/algorithm/reinforce_pp.yaml
-and reinforce_pp_baseline.yaml.
+The baseline variant takes the mean of the prompt's draws off each reward first:
+configs/algorithm/reinforce_pp.yaml and reinforce_pp_baseline.yaml.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""ReMax: REINFORCE whose baseline is the reward of the greedy response (Li et al. 2024, arXiv:2310.10505, algorithm 2).
+"""ReMax: REINFORCE whose baseline is the reward of the greedy response (Li et al. 2024, arXiv:2310.10505,
+algorithm 2).
 
-As `hpcflow.algorithms.ppo` with one more generation in place of the critic; both generations are by the same weights.
-See configs/algorithm/remax.yaml.
+As `hpcflow.algorithms.ppo` with one more generation in place of the critic; both generations are by the same
+weights. See configs/algorithm/remax.yaml.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): the other draws of a prompt are the baseline.
+"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): the other draws of a prompt are the
+baseline.
 
 A_i = r_i - mean of r_j over the draws j != i (equation 6). See configs/algorithm/rloo.yaml.
 """

@@ -1,8 +1,10 @@
-"""Safe RLHF: PPO under a constraint on the mean cost, by a Lagrange multiplier (Dai et al. 2024, arXiv:2310.12773).
+"""Safe RLHF: PPO under a constraint on the mean cost, by a Lagrange multiplier (Dai et al. 2024,
+arXiv:2310.12773).
 
-maximise E[reward] - m * E[cost], with m >= 0 rising while the mean cost exceeds its limit (equations 9 to 11). Beside
-`hpcflow.algorithms.ppo` there are a cost model, a critic of its values, and the loss of pretraining text. The
-multiplier is the actor's state: `hpcflow.algorithms.lagrange`. See configs/algorithm/safe_rlhf.yaml.
+maximise E[reward] - m * E[cost], with m >= 0 rising while the mean cost exceeds its limit (equations 9 to
+11). Beside `hpcflow.algorithms.ppo` there are a cost model, a critic of its values, and the loss of
+pretraining text. The multiplier is the actor's state: `hpcflow.algorithms.lagrange`. See
+configs/algorithm/safe_rlhf.yaml.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the advantage estimators are made of: masks, groups, sums, whitening.
 
-Statistics are taken over the whole batch, from one number per row, with exactly rounded sums (`math.fsum`), and a
-row's numbers are computed in float64 without looking at other rows: every result is bitwise the same however the
-rows are spread over ranks.
+Statistics are taken over the whole batch, from one number per row, with exactly rounded sums (`math.fsum`),
+and a row's numbers are computed in float64 without looking at other rows: every result is bitwise the same
+however the rows are spread over ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def padded(column: Ragged, mask: Ragged) -> torch.Tensor:
     return column.like(torch.where(mask.values, column.values.double(), 0.0)).to_padded(0.0)
 
 
-def token_rewards(mask: Ragged, reward: torch.Tensor, divergence: Ragged | None, kl_coef: float) -> torch.Tensor:
-    """float64 [rows, longest]: -kl_coef * divergence at each kept token, ``reward`` [rows] added at the last one."""
+def token_rewards(
+    mask: Ragged, reward: torch.Tensor, divergence: Ragged | None, kl_coef: float
+) -> torch.Tensor:
+    """float64 [rows, longest]: -kl_coef * divergence at each kept token, ``reward`` [rows] added at the last
+    one."""
     keep = mask.to_padded(False)
     rewards = torch.zeros(keep.shape, dtype=torch.float64)
     if kl_coef != 0:

@@ -11,8 +11,8 @@ from hpcflow.data.resolve import resolve
 
 @dataclass(frozen=True)
 class Needs:
-    """``always``: columns it cannot do without. ``optional``: columns it uses when the batch has them. ``writes``:
-    columns it makes beside those that its caller expects."""
+    """``always``: columns it cannot do without. ``optional``: columns it uses when the batch has them.
+    ``writes``: columns it makes beside those that its caller expects."""
 
     always: tuple[str, ...]
     optional: tuple[str, ...] = ()
@@ -36,6 +36,7 @@ def needs_of(path: str) -> Needs:
     function: Any = resolve(path)
     if not isinstance(getattr(function, "needs", None), Needs):
         raise ValueError(
-            f"{path} does not say which columns it reads; decorate it, e.g. @hpcflow.data.needs.reads('advantages')"
+            f"{path} does not say which columns it reads; decorate it, e.g. "
+            "@hpcflow.data.needs.reads('advantages')"
         )
     return function.needs

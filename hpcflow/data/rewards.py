@@ -58,7 +58,9 @@ class _Server:
     def start(self, function: str, args: dict[str, Any], returns: str) -> tuple[int, socket.socket]:
         """Fork a verifier process: (pid, socket to it)."""
         path = [os.path.abspath(folder) for folder in sys.path]
-        pid = self._ask({"start": {"function": function, "args": args, "path": path, "returns": returns}})["pid"]
+        pid = self._ask({"start": {"function": function, "args": args, "path": path, "returns": returns}})[
+            "pid"
+        ]
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         return pid, socket.socket(fileno=fds[0])
 
@@ -113,8 +115,9 @@ class _Process:
 class VerifierPool:
     """``processes`` processes that call a reward function, each call for at most ``timeout_s`` seconds.
 
-    function: dotted path of f(prompt: str, response: str, record: dict, **args) -> float (``returns="text"``: -> str),
-    see `hpcflow.data.verifiers`. ValueError when it cannot be imported. Calls `prepare` if nobody has.
+    function: dotted path of f(prompt: str, response: str, record: dict, **args) -> float (``returns="text"``:
+    -> str), see `hpcflow.data.verifiers`. ValueError when it cannot be imported. Calls `prepare` if nobody
+    has.
     """
 
     def __init__(

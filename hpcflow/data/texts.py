@@ -8,8 +8,9 @@ from typing import Any
 
 
 class TextSet:
-    """The records of a JSON lines file with the key "text". ``self[i]``: its token ids, with the end-of-sequence token
-    if the tokenizer has one, cut to ``max_tokens``. ValueError names file and line of what cannot be used."""
+    """The records of a JSON lines file with the key "text". ``self[i]``: its token ids, with the
+    end-of-sequence token if the tokenizer has one, cut to ``max_tokens``. ValueError names file and line of
+    what cannot be used."""
 
     def __init__(self, path: str, tokenizer: Any, *, max_tokens: int) -> None:
         self.path, self.tokenizer, self.max_tokens = path, tokenizer, max_tokens

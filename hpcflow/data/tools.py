@@ -1,5 +1,6 @@
-"""Tools: functions from a sample's text to a text, called as ``f(prompt, response, record, **args) -> str`` in a
-process of `hpcflow.data.rewards.VerifierPool`. What they return is told to a policy, or is its prompt."""
+"""Tools: functions from a sample's text to a text, called as ``f(prompt, response, record, **args) -> str``
+in a process of `hpcflow.data.rewards.VerifierPool`. What they return is told to a policy, or is its
+prompt."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ TERM = re.compile(r"[-+]?\d{1,9}(?:\s*[-+*]\s*\d{1,9})+")
 
 
 def calculator(prompt: str, response: str, record: dict[str, Any], *, form: str = " = {} ") -> str:
-    """The value of the last sum, difference or product of whole numbers in the response, or else in the prompt, put
-    into ``form``; "" when there is none."""
+    """The value of the last sum, difference or product of whole numbers in the response, or else in the
+    prompt, put into ``form``; "" when there is none."""
     found = TERM.findall(response) or TERM.findall(prompt)
     return form.format(_value(ast.parse(found[-1].strip(), mode="eval").body)) if found else ""
 

@@ -62,8 +62,9 @@ def die_with(parent: int, signal_number: int) -> None:
 def serve(control: socket.socket, parent: int) -> None:
     """Answer the owner until the socket closes. Requests:
 
-    {"start": {"function", "args", "path", "returns"}} -> {"pid"}, then a byte with the process's socket as descriptor;
-    {"end": pid, "grace": seconds} -> {"status": how it ended}, its group killed after the grace time.
+    {"start": {"function", "args", "path", "returns"}} -> {"pid"}, then a byte with the process's socket as
+    descriptor; {"end": pid, "grace": seconds} -> {"status": how it ended}, its group killed after the grace
+    time.
     """
     me, running = os.getpid(), set()
 

@@ -8,8 +8,9 @@ from hpcflow.dataflow.batch import Batch
 
 
 class Stream:
-    """The prompts of a source in the order of the data. ``position``: the next one. Kept with every checkpoint, so
-    that a run that goes on takes up where it stopped, however many prompts an iteration used."""
+    """The prompts of a source in the order of the data. ``position``: the next one. Kept with every
+    checkpoint, so that a run that goes on takes up where it stopped, however many prompts an iteration
+    used."""
 
     def __init__(self, load: Callable[..., Batch], source: str, count: int, draws: int) -> None:
         self._load, self.source, self.count, self.draws = load, source, count, draws
@@ -18,7 +19,11 @@ class Stream:
     def next(self) -> Prompts:
         """The next ``count`` prompts, ``draws`` rows each."""
         batch = self._load(
-            source=self.source, start=self.position, count=self.count, draws=self.draws, rows=self.count * self.draws
+            source=self.source,
+            start=self.position,
+            count=self.count,
+            draws=self.draws,
+            rows=self.count * self.draws,
         )
         self.position += self.count
         return Prompts(batch, self)

@@ -29,6 +29,7 @@ from hpcflow.engines.objective import Loss, Term
 if TYPE_CHECKING:
     from hpcflow.config import Optimizer, TrainingProtocol
 
+
 @dataclass
 class _Work:
     """One term of one mini-batch on this rank: its rows, in pieces, and the counts over all ranks."""
@@ -206,7 +207,9 @@ class FSDPEngine:
         Returns this rank's share of the loss, unweighted."""
         term, value = work.term, 0.0
         for index in range(work.micro_batches):
-            part = select_rows(work.part, work.pieces[index]) if index < len(work.pieces) else _none(work.part)
+            part = (
+                select_rows(work.part, work.pieces[index]) if index < len(work.pieces) else _none(work.part)
+            )
             last = last_term and index == work.micro_batches - 1
             self.model.set_requires_gradient_sync(last)
             if not self.protocol.reshard_after_forward:
@@ -229,7 +232,9 @@ class FSDPEngine:
 
     def _step(self, number: int, values: list[tuple[Term, float]]) -> dict[str, float]:
         """The optimizer's step after all terms of a mini-batch; ``values``: this rank's share of each."""
-        *losses, squares = global_sum([v for _, v in values] + [self._optimizer.local_norm() ** 2], self.device)
+        *losses, squares = global_sum(
+            [v for _, v in values] + [self._optimizer.local_norm() ** 2], self.device
+        )
         found = {"loss": sum(term.weight * v for (term, _), v in zip(values, losses, strict=True))}
         found |= {term.name: v for (term, _), v in zip(values, losses, strict=True) if term.name}
         found["grad_norm"] = squares**0.5

@@ -1,4 +1,5 @@
-"""What a training engine minimises: a sum of terms, each the aggregate of a loss per token over rows of its own."""
+"""What a training engine minimises: a sum of terms, each the aggregate of a loss per token over rows of its
+own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ T = response tokens of ``rows``, flat in row order; outputs are log-probs or val
 class Term:
     """``weight`` times the aggregate (``agg``) of ``loss`` over this rank's ``rows``.
 
-    ``mini_batches``: int64 indices into ``rows``, as many on every rank. ``name``: of its metric, "" for the main term.
+    ``mini_batches``: int64 indices into ``rows``, as many on every rank. ``name``: of its metric, "" for the
+    main term.
     """
 
     name: str

@@ -9,6 +9,8 @@ plain HDF5, readable by h5py, h5dump or anything else:
         ids                int64 [rows], the sample ids, in the order of all rows below
         columns/<name>     dense: [rows, ...]; ragged: the values of all rows, concatenated
         lengths/<name>     int64 [rows]; present for ragged columns only
+                           <name> is a column's own, or <model>.<own> where the iteration has another column
+                           of that name, made by another model (two policies that answer each other)
         facts              uint8, UTF-8 JSON (NaN and Infinity written as Python does):
             iteration, sequence, time (unix s), samples
             stamps         {column: [iteration, model, weight version]} of what computed the column
@@ -90,7 +92,8 @@ def start_file(file: h5py.File, index: list[tuple[int, int]]) -> None:
 
 
 def content_digest(group: h5py.Group) -> str:
-    """Digest of names, types, shapes and bytes of everything in a commit, independent of how HDF5 stores it."""
+    """Digest of names, types, shapes and bytes of everything in a commit, independent of how HDF5 stores
+    it."""
     names: list[str] = []
     group.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
     digest = hashlib.blake2b(digest_size=16)
@@ -152,7 +155,9 @@ def opened(path: Path) -> Iterator[h5py.File]:
         raise Unreadable("no permission to read it") from error
     except (OSError, KeyError, RuntimeError) as error:
         if not path.exists():
-            raise FileNotFoundError(f"{path} has just been merged into another file") from error  # while HDF5 opened it
+            raise FileNotFoundError(
+                f"{path} has just been merged into another file"
+            ) from error  # while HDF5 opened it
         if "signature not found" in str(error):
             raise Unreadable("foreign or empty: not an HDF5 file") from error
         truncated = "truncated" in str(error)

@@ -58,15 +58,20 @@ class Actor(Generator):
 
     @primitive("3D_PROTO", writes=ADVANTAGES)
     def compute_advantages(self, rows: Rows) -> Columns:
-        """The configured advantage, where the data is; statistics over the whole batch from one number per row."""
+        """The configured advantage, where the data is; statistics over the whole batch from one number per
+        row."""
         call = self.config.algorithm.advantage
         return resolve(call.function)(rows.ids, rows.columns, self.gather, **call.args, **self.state)
 
     @primitive("3D_PROTO", reads=("prompt_ids",), writes=("pretrain_ids", "pretrain_loss"))
     def compute_loss(self, rows: Rows) -> Output:
-        """A pretraining text for each sample, drawn by its id, and the loss per token of each under the current
-        weights (at the temperature of sampling): pretrain_ids ragged int64, pretrain_loss float32 [rows]."""
-        texts = [self._texts[seed_for(self.config.seed, i, "pretrain") % len(self._texts)] for i in rows.ids.tolist()]
+        """A pretraining text for each sample, drawn by its id, and the loss per token of each under the
+        current weights (at the temperature of sampling): pretrain_ids ragged int64, pretrain_loss float32
+        [rows]."""
+        texts = [
+            self._texts[seed_for(self.config.seed, i, "pretrain") % len(self._texts)]
+            for i in rows.ids.tolist()
+        ]
         ids = Ragged.from_lists(texts, torch.int64)
         found = self.engine.log_probs(_as_response(ids))
         loss = torch.tensor([-float(row.double().mean()) for row in found.split()])
@@ -80,8 +85,8 @@ class Actor(Generator):
 
     @primitive("3D_PROTO", reads=("prompt_ids", "response_ids", "loss_mask"), kind="advancing")
     def update_actor(self, rows: Rows) -> dict[str, float]:
-        """One update by the configured policy loss, beside it the pretraining loss if it counts; the weight version is
-        one higher afterwards, and the state is what its function makes of this batch."""
+        """One update by the configured policy loss, beside it the pretraining loss if it counts; the weight
+        version is one higher afterwards, and the state is what its function makes of this batch."""
         algorithm = self.config.algorithm
         beside: list[Beside] = []
         if "pretrain_ids" in rows.columns:
@@ -98,15 +103,16 @@ class Actor(Generator):
 
     @primitive("3D_PROTO", reads=COLLECTED, kind="replayable")
     def keep_groups(self, rows: Rows) -> int:
-        """Keep these samples for `take_groups`. Returns how many prompts the batch still lacks whose draws teach
-        something: not all their advantages are 0."""
+        """Keep these samples for `take_groups`. Returns how many prompts the batch still lacks whose draws
+        teach something: not all their advantages are 0."""
         advantages = self.compute_advantages(rows)["advantages"]
         teaches = torch.tensor([bool((row != 0).any()) for row in advantages.split()], dtype=torch.bool)
         return self._collector.add(rows, teaches, self.gather)
 
     @primitive("3D_PROTO", writes=COLLECTED)
     def take_groups(self, rows: Rows, parts: dict[int, tuple[int, int]]) -> Output:
-        """The batch: prompts that teach something in the order in which they were kept, filled up with others."""
+        """The batch: prompts that teach something in the order in which they were kept, filled up with
+        others."""
         total = max(hi for _, hi in parts.values())
         return self._collector.take(*parts[self.context.rank], total, self.context.exchange)
 

@@ -21,7 +21,8 @@ COLLECTED = (
 
 @dataclass
 class _Round:
-    """One generation: this rank's rows, which begin at row ``first`` of all; of all rows whether their group teaches."""
+    """One generation: this rank's rows, which begin at row ``first`` of all; of all rows whether their group
+    teaches."""
 
     rows: Rows
     first: int
@@ -30,16 +31,19 @@ class _Round:
 
 
 class Collector:
-    """Rows of the rounds of one iteration. ``prompts``: how many a batch has; ``index``: this rank's place."""
+    """Rows of the rounds of one iteration. ``prompts``: how many a batch has; ``index``: this rank's
+    place."""
 
     def __init__(self, prompts: int, index: int) -> None:
         self.prompts, self.index = prompts, index
         self._rounds: dict[bytes, _Round] = {}
         self._iteration = -1
 
-    def add(self, rows: Rows, teaches: torch.Tensor, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> int:
-        """Keep one round (again: it replaces itself). ``teaches``: bool [rows], whether the row itself does; a group
-        does if any of its rows does. Returns how many groups that teach are still missing."""
+    def add(
+        self, rows: Rows, teaches: torch.Tensor, gather: Callable[[torch.Tensor], list[torch.Tensor]]
+    ) -> int:
+        """Keep one round (again: it replaces itself). ``teaches``: bool [rows], whether the row itself does;
+        a group does if any of its rows does. Returns how many groups that teach are still missing."""
         if rows.iteration != self._iteration:
             self._rounds, self._iteration = {}, rows.iteration
         parts = gather(rows.ids)
@@ -53,8 +57,8 @@ class Collector:
     def take(self, lo: int, hi: int, total: int, exchange: Callable[[bytes], list[bytes]]) -> Output:
         """Rows lo..hi-1 of a batch of ``total``, and forget all others.
 
-        Groups that teach come first, then the rest, both in the order of rounds and of rows in them. Rows that move go
-        to all ranks: a batch is small beside the weights.
+        Groups that teach come first, then the rest, both in the order of rounds and of rows in them. Rows
+        that move go to all ranks: a batch is small beside the weights.
         """
         rounds, self._rounds = list(self._rounds.values()), {}
         places = [(k, row) for k, each in enumerate(rounds) for row in range(len(each.teaches))]
@@ -69,13 +73,17 @@ class Collector:
             mine.append({**select_rows(each.rows.columns, chosen), "id": each.rows.ids[chosen]})
         held = {**cat_rows(mine), "at": torch.tensor(found, dtype=torch.int64)}
         stays = (held["at"] >= lo) & (held["at"] < hi)
-        moved = [_unpack(said) for said in exchange(_pack(select_rows(held, torch.nonzero(~stays).flatten())))]
+        moved = [
+            _unpack(said) for said in exchange(_pack(select_rows(held, torch.nonzero(~stays).flatten())))
+        ]
         everything = cat_rows([select_rows(held, torch.nonzero(stays).flatten()), *moved])
         wanted = (everything["at"] >= lo) & (everything["at"] < hi)
         columns = select_rows(everything, torch.nonzero(wanted).flatten())
         columns = select_rows(columns, columns.pop("at").argsort())
         ids = columns.pop("id")
-        return Output(columns, ids=ids, value={"kept_groups": sum(r.groups for r in rounds), "rounds": len(rounds)})
+        return Output(
+            columns, ids=ids, value={"kept_groups": sum(r.groups for r in rounds), "rounds": len(rounds)}
+        )
 
 
 def _pack(columns: Columns) -> bytes:

@@ -12,8 +12,8 @@ from hpcflow.workers.primitive import Primitive, Rows, primitive
 
 
 class Critic(Network):
-    """A value head on a language model; the head starts at zero. ``values``, ``returns``: the columns it makes and
-    learns."""
+    """A value head on a language model; the head starts at zero. ``values``, ``returns``: the columns it
+    makes and learns."""
 
     head = "value"
     values, returns = "values", "returns"
@@ -22,14 +22,16 @@ class Critic(Network):
     def configured(cls, found: dict[str, Primitive], config: Config) -> dict[str, Primitive]:
         if config.algorithm.value_loss is None:
             raise ValueError(
-                f"algorithm.value_loss is null, but algorithm {config.algorithm.name} calls a critic; it needs e.g. "
-                "value_loss.function=hpcflow.algorithms.losses:clipped_value"
+                f"algorithm.value_loss is null, but algorithm {config.algorithm.name} calls a critic; it "
+                "needs e.g. value_loss.function=hpcflow.algorithms.losses:clipped_value"
             )
         found = with_loss(found, "update_critic", config.algorithm.value_loss, needs_of)
         own = {"values": cls.values, "returns": cls.returns}
         for name in ("compute_values", "update_critic"):
             p = found[name]
-            renamed = {key: tuple(own.get(c, c) for c in getattr(p, key)) for key in ("reads", "optional", "writes")}
+            renamed = {
+                key: tuple(own.get(c, c) for c in getattr(p, key)) for key in ("reads", "optional", "writes")
+            }
             found[name] = dataclasses.replace(p, **renamed)
         return found
 

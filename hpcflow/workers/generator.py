@@ -60,7 +60,13 @@ class Generator(Network):
 
     @primitive("3D_ALL_MICRO_DP", writes=("prompt_ids", "record"))
     def load_prompts(
-        self, rows: Rows, parts: dict[int, tuple[int, int]], start: int, count: int, draws: int, source: str = "train"
+        self,
+        rows: Rows,
+        parts: dict[int, tuple[int, int]],
+        start: int,
+        count: int,
+        draws: int,
+        source: str = "train",
     ) -> Output:
         """Prompts of positions start..start+count-1, ``draws`` rows each; every rank reads only its own rows.
 
@@ -75,9 +81,9 @@ class Generator(Network):
     def generate_sequences(self, rows: Rows, greedy: bool = False, purpose: str = "") -> Output:
         """One response per row, seeded by (run seed, sample id). ``greedy``: the most likely tokens instead.
 
-        old_log_probs are the training engine's (``algorithm.old_log_probs=recompute``; then the first mini-batch's
-        ratio is exactly 1) or the generation engine's (``rollout``). ``purpose`` sets the random numbers apart from
-        those of training.
+        old_log_probs are the training engine's (``algorithm.old_log_probs=recompute``; then the first
+        mini-batch's ratio is exactly 1) or the generation engine's (``rollout``). ``purpose`` sets the random
+        numbers apart from those of training.
         """
         made = self._generate(rows, rows["prompt_ids"].tolist(), greedy=greedy, purpose=purpose)
         mask = torch.ones(len(made.response_ids.values), dtype=torch.bool)
@@ -91,16 +97,26 @@ class Generator(Network):
 
     @primitive("3D_ALL_MICRO_DP", reads=("prompt_ids",), writes=("greedy_ids",), kind="replayable")
     def generate_greedy(self, rows: Rows) -> Columns:
-        """The most likely response to each prompt under the current weights; equal prompts of a rank go once."""
+        """The most likely response to each prompt under the current weights; equal prompts of a rank go
+        once."""
         prompts = rows["prompt_ids"].tolist()
         distinct = list({tuple(prompt): None for prompt in prompts})
         made = self._generate(rows, [list(prompt) for prompt in distinct], greedy=True)
         place = {prompt: index for index, prompt in enumerate(distinct)}
-        return {"greedy_ids": made.response_ids.select(torch.tensor([place[tuple(p)] for p in prompts]).long())}
+        return {
+            "greedy_ids": made.response_ids.select(torch.tensor([place[tuple(p)] for p in prompts]).long())
+        }
 
     @primitive(
         "3D_ALL_MICRO_DP",
-        reads=("prompt_ids", "response_ids", "rollout_log_probs", "truncated", "loss_mask", "observation_ids"),
+        reads=(
+            "prompt_ids",
+            "response_ids",
+            "rollout_log_probs",
+            "truncated",
+            "loss_mask",
+            "observation_ids",
+        ),
         writes=SAMPLED,
         kind="replayable",
         joins=True,
@@ -108,8 +124,8 @@ class Generator(Network):
     def continue_sequences(self, rows: Rows, turn: int) -> Output:
         """The next turn of each response that was given an observation; the others stay as they are.
 
-        The observation's tokens are appended, with log-prob 0 and loss_mask false: nobody sampled them. Then come new
-        tokens, as many as sampling allows, seeded by (run seed, sample id, ``turn``).
+        The observation's tokens are appended, with log-prob 0 and loss_mask false: nobody sampled them. Then
+        come new tokens, as many as sampling allows, seeded by (run seed, sample id, ``turn``).
         """
         index = torch.nonzero(rows["observation_ids"].lengths > 0).flatten()
         prompts, seen = rows["prompt_ids"].tolist(), rows["observation_ids"].tolist()
@@ -121,7 +137,9 @@ class Generator(Network):
             grown["response_ids"][row] += seen[row] + tokens
             grown["rollout_log_probs"][row] += [0.0] * len(seen[row]) + log_probs
             grown["loss_mask"][row] += [False] * len(seen[row]) + [True] * len(tokens)
-        columns: Columns = {name: Ragged.from_lists(lists, rows[name].values.dtype) for name, lists in grown.items()}
+        columns: Columns = {
+            name: Ragged.from_lists(lists, rows[name].values.dtype) for name, lists in grown.items()
+        }
         columns["truncated"] = rows["truncated"].index_put((index,), made.truncated)
         return self._with_log_probs(rows, columns, recompute=True)
 
@@ -145,11 +163,12 @@ class Generator(Network):
             return self._generate_or_rebuild(prompts, seeds, greedy)
 
     def _generate_or_rebuild(self, prompts: list[list[int]], seeds: list[int], greedy: bool) -> Generated:
-        """Generate; where an engine raises, all are built anew and the samples of those that failed are redone.
+        """Generate; where an engine raises, all are built anew and the samples of those that failed are
+        redone.
 
-        Sampling depends on seeds alone, so what is redone is what would have come. All ranks agree on what failed;
-        building and loading weights are collective. A wrong input (ValueError) fails the call at once. RuntimeError
-        with the traceback when an engine fails a second time.
+        Sampling depends on seeds alone, so what is redone is what would have come. All ranks agree on what
+        failed; building and loading weights are collective. A wrong input (ValueError) fails the call at
+        once. RuntimeError with the traceback when an engine fails a second time.
         """
         self._failures, made = 0, None
         while True:
@@ -170,7 +189,10 @@ class Generator(Network):
                 raise RuntimeError(f"a generation engine of {self.context.group} failed twice:\n{text}")
             self._failures = len(failed)
             if self.context.index == 0:
-                print(f"generation engines {sorted(failed)} of {self.context.group} failed and are rebuilt:\n{text}", flush=True)
+                print(
+                    f"generation engines {sorted(failed)} of {self.context.group} failed and are rebuilt:\n{text}",
+                    flush=True,
+                )
             if self.layout.generation(self.context.index)[2] in failed:
                 made = None
             self.generation.close()
@@ -178,9 +200,11 @@ class Generator(Network):
             self._refresh()
 
     def _with_log_probs(self, rows: Rows, columns: Columns, recompute: bool) -> Output:
-        """``columns`` with old_log_probs; by the training engine also the gap between the engines, as a metric.
+        """``columns`` with old_log_probs; by the training engine also the gap between the engines, as a
+        metric.
 
-        The gap is old - rollout log-prob per sampled token: its mean over all tokens estimates -KL(rollout || old).
+        The gap is |old - rollout log-prob| per sampled token, its mean and its largest value over all ranks.
+        With top_p or top_k it also holds what renormalising the truncated distribution adds.
         """
         rollout = columns["rollout_log_probs"]
         columns["old_log_probs"] = rollout
@@ -191,7 +215,10 @@ class Generator(Network):
         columns["old_log_probs"] = old
         gap = (old.values - rollout.values)[columns["loss_mask"].values].abs()
         largest = torch.cat(self.gather(gap.max()[None] if len(gap) else gap[:0]))
-        facts = {"rollout_gap": self.mean(gap), "rollout_gap_max": float(largest.max()) if len(largest) else 0.0}
+        facts = {
+            "rollout_gap": self.mean(gap),
+            "rollout_gap_max": float(largest.max()) if len(largest) else 0.0,
+        }
         return Output(columns, value=facts | (self._recovered() or {}))
 
     def _recovered(self) -> dict[str, float] | None:
@@ -214,7 +241,9 @@ class Generator(Network):
         said = self.context.exchange(self.generation.version.to_bytes(8, "little") + mine)
         versions = [int.from_bytes(each[:8], "little") for each in said]
         if len(set(versions)) > 1:
-            raise RuntimeError(f"the ranks of {self.context.group} would generate with weight versions {versions}")
+            raise RuntimeError(
+                f"the ranks of {self.context.group} would generate with weight versions {versions}"
+            )
         _, _, replica = self.layout.generation(self.context.index)
         for other, each in enumerate(said):
             if self.layout.generation(other)[2] == replica and each[8:] != mine:

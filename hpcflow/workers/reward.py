@@ -1,4 +1,5 @@
-"""Rewards and costs: a verifier function in a pool of processes, or a neural reward model; one node for both."""
+"""Rewards and costs: a verifier function in a pool of processes, or a neural reward model; one node for
+both."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from hpcflow.workers.primitive import Context, Output, Rows, primitive
 
 
 class Scorer(Model):
-    """One float32 per response. A sample whose number cannot be computed is marked with its error, never given 0
-    silently; RuntimeError when their share exceeds ``max_error_rate``."""
+    """One float32 per response. A sample whose number cannot be computed is marked with its error, never
+    given 0 silently; RuntimeError when their share exceeds ``max_error_rate``."""
 
     def __init__(self, context: Context, *, config: Config, unique: str) -> None:
         super().__init__(context, config=config, unique=unique)
@@ -42,14 +43,17 @@ class Scorer(Model):
             )
 
     def score(self, rows: Rows, responses: Column) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-        """(score float32 [rows], ok bool [rows], errors) of ``responses`` to the rows' prompts; 0 where not ok."""
+        """(score float32 [rows], ok bool [rows], errors) of ``responses`` to the rows' prompts; 0 where not
+        ok."""
         if self.verifiers:
             samples = as_samples(self.tokenizer, rows["record"], responses)
             found, ok, errors = self.verifiers.score(samples)
         else:
             found = self.network.scores({"prompt_ids": rows["prompt_ids"], "response_ids": responses})
             ok = torch.isfinite(found)
-            errors = ["" if good else f"the model gave {x}" for good, x in zip(ok, found.tolist(), strict=True)]
+            errors = [
+                "" if good else f"the model gave {x}" for good, x in zip(ok, found.tolist(), strict=True)
+            ]
             found = torch.where(ok, found, 0.0)
         check_rate(self, ok, errors)
         return found, ok, errors
@@ -86,7 +90,8 @@ class Reward(Scorer):
 
 
 class Cost(Scorer):
-    """What the policy shall keep below ``limit`` on average: a reward model or function, read the other way."""
+    """What the policy shall keep below ``limit`` on average: a reward model or function, read the other
+    way."""
 
     @primitive(
         "DP_PROTO",
@@ -120,7 +125,8 @@ def check_rate(model: Model, ok: torch.Tensor, errors: list[str]) -> None:
     if failed > math.floor(limit * total):
         example = next(each[2] for each in said if each[2])
         raise RuntimeError(
-            f"{failed} of {total} {name}s failed, above models.{name}.max_error_rate={limit:g}; the first: {example}"
+            f"{failed} of {total} {name}s failed, above models.{name}.max_error_rate={limit:g}; "
+            f"the first: {example}"
         )
 
 

@@ -14,8 +14,9 @@ from hpcflow.workers.reward import as_samples, check_rate, policy_path
 
 
 class Tool(Model):
-    """f(prompt, response, record, **args) -> str in a pool of processes, where it may fail without harm: a sample whose
-    call fails gets the empty text and its error. RuntimeError when their share exceeds ``max_error_rate``."""
+    """f(prompt, response, record, **args) -> str in a pool of processes, where it may fail without harm: a
+    sample whose call fails gets the empty text and its error. RuntimeError when their share exceeds
+    ``max_error_rate``."""
 
     def __init__(self, context: Context, *, config: Config, unique: str) -> None:
         super().__init__(context, config=config, unique=unique)
@@ -35,9 +36,14 @@ class Tool(Model):
         """What each response is told before it goes on, as tokens; none: it does not go on."""
         texts, errors = self._call(rows)
         ids = [self.tokenizer(text, add_special_tokens=False).input_ids if text else [] for text in texts]
-        return {"observation_ids": Ragged.from_lists(ids, torch.int64), "observation_error": text_column(errors)}
+        return {
+            "observation_ids": Ragged.from_lists(ids, torch.int64),
+            "observation_error": text_column(errors),
+        }
 
-    @primitive("DP_PROTO", reads=("response_ids", "record"), writes=("prompt_ids", "record"), kind="replayable")
+    @primitive(
+        "DP_PROTO", reads=("response_ids", "record"), writes=("prompt_ids", "record"), kind="replayable"
+    )
     def write_prompts(self, rows: Rows) -> Columns:
         """A new batch about the same samples: each prompt is what the tool made of the response."""
         texts, _ = self._call(rows)
@@ -53,12 +59,16 @@ class Tool(Model):
         if self.config.data.system is not None:
             messages = [{"role": "system", "content": self.config.data.system}, *messages]
         return list(
-            self.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+            self.tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=False
+            )
         )
 
     def _call(self, rows: Rows) -> tuple[list[str], list[str]]:
         """(texts, errors)."""
-        answers, errors = self.processes.call(as_samples(self.tokenizer, rows["record"], rows["response_ids"]))
+        answers, errors = self.processes.call(
+            as_samples(self.tokenizer, rows["record"], rows["response_ids"])
+        )
         check_rate(self, torch.tensor([not error for error in errors], dtype=torch.bool), errors)
         return ["" if error else answer for answer, error in zip(answers, errors, strict=True)], errors
 
