@@ -119,14 +119,20 @@ class Engine:
 
     def send(self, rank: int, message: Any) -> None:
         """Queue a control message for a neighbour in the control tree. The only method for any thread."""
+        self._send(rank, wire.encode(message))
+
+    def _send(self, rank: int, body: bytes) -> None:
         channel = self._channels.get(rank)
-        if channel is not None and not channel.send(message):
+        if channel is not None and not channel.send(body):
             self._poll.modify(channel.sock, select.EPOLLIN | select.EPOLLOUT)
 
     def send_down(self, message: Any) -> None:
         """Send a message that has ``ranks`` towards all of them, once per child that leads to any of them."""
-        for child in self.routes.children_towards(self.rank, message.ranks):
-            self.send(child, message)
+        children = self.routes.children_towards(self.rank, message.ranks)
+        if children:
+            body = wire.encode(message)
+            for child in children:
+                self._send(child, body)
 
     def send_up(self, message: Any) -> None:
         parent = self.routes.parent(self.rank)

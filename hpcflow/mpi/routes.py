@@ -45,5 +45,7 @@ class Routes:
 
     def children_towards(self, rank: int, targets: Iterable[int]) -> list[int]:
         """The children of ``rank`` that lead to any of ``targets``."""
+        if not self._children[rank]:
+            return []
         wanted = set(targets)
         return [child for child in self._children[rank] if not wanted.isdisjoint(self._below[child])]

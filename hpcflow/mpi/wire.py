@@ -27,6 +27,11 @@ def _signature(secret: bytes, sender: int, receiver: int, sequence: int, body: b
     return hashlib.blake2b(body, key=secret, digest_size=16, person=person).digest()
 
 
+def encode(message: Any) -> bytes:
+    """A message as it travels; one encoding serves any number of channels."""
+    return pickle.dumps(message, 5)
+
+
 class Channel:
     """A signed, ordered, non-blocking message stream to one other rank. Two threads may send."""
 
@@ -39,9 +44,11 @@ class Channel:
         self._sent, self._received = 0, 0
         self._lock = threading.Lock()
 
-    def send(self, message: Any) -> bool:
-        """Queue a message and send what the socket takes. False: call `flush` when it is writable again."""
-        body = pickle.dumps(message, 5)
+    def send(self, body: bytes) -> bool:
+        """Queue a message made by `encode` and send what the socket takes.
+
+        False: call `flush` when it is writable again.
+        """
         with self._lock:
             signature = _signature(self.secret, self.me, self.peer, self._sent, body)
             self._sent += 1

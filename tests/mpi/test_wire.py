@@ -44,7 +44,7 @@ def test_messages_arrive_in_order_and_whole() -> None:
     thread = threading.Thread(target=lambda: box.extend(read(server, len(sent))))
     thread.start()
     for message in sent:
-        client.send(message)
+        client.send(wire.encode(message))
     while not client.flush():
         pass
     thread.join()
@@ -69,7 +69,7 @@ def test_a_stranger_is_hung_up_on(hello: bytes) -> None:
         client = wire.connect(listener.getsockname(), SECRET, 7, 0)
         thread.join()
     assert box[0].peer == 7
-    client.send("right")
+    client.send(wire.encode("right"))
     assert read(box[0], 1) == ["right"]
 
 
