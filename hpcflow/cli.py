@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpcflow.config import Config, compose, dump, load
 from hpcflow.schema import ConfigError, Problem
+from hpcflow.slurm import job
 
 DESCRIPTION = "RL post-training of large language models as Slurm-native batch jobs."
 ANYWHERE = 1 << 30  # nodes: memory of this machine does not matter
@@ -48,6 +49,8 @@ def train(args: argparse.Namespace) -> int:
             )
         return sweep.run(args.overrides, args.config_dir, at_once=args.at_once)
     args.resume, branch = _split(args.resume)
+    if job.restarted():
+        branch = None  # this job branched when it first started, and goes on from there
     resume, config = _to_train(args)
     _refuse_problems(config)
     if args.dry_run:
@@ -91,8 +94,8 @@ def submit(args: argparse.Namespace) -> int:
     if args.test_only:
         print(submission.try_out(config, args.overrides))
         return 0
-    job, run = submission.submit(config, args.overrides, run)
-    print(f"submitted job {job}\nrun directory {run}\nfollow it: tail -F {run}/job/{job}_0_log.out")
+    number, run = submission.submit(config, args.overrides, run)
+    print(f"submitted job {number}\nrun directory {run}\nfollow it: tail -F {run}/job/{number}_0_log.out")
     return 0
 
 
@@ -128,8 +131,6 @@ def report(args: argparse.Namespace) -> int:
 
 def _to_train(args: argparse.Namespace) -> tuple[Path | None, Config]:
     """The run directory to continue in, if any, and the config."""
-    from hpcflow.slurm import job
-
     if args.as_submitted:  # the script's own overrides are in the run's config already
         return Path(args.as_submitted), load(Path(args.as_submitted) / "config.yaml")
     if args.resume is not None:
@@ -150,7 +151,6 @@ def _split(resume: str | None) -> tuple[str | None, int | None]:
 def _launched(run: Path, config: Config, resumed: bool) -> int:
     from hpcflow import run_folder
     from hpcflow.mpi.launch import launch
-    from hpcflow.slurm import job
 
     def once() -> int:
         nonlocal resumed
