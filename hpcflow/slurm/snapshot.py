@@ -56,7 +56,8 @@ def moved(config: Config, run: Path) -> Config:
 def own_modules(config: Config) -> list[Path]:
     """Files and package folders of the functions and classes that the config names, beside those installed."""
     found = []
-    for name in sorted({match[1] for text in _texts(to_dict(config)) if (match := DOTTED.fullmatch(text))}):
+    matches = map(DOTTED.fullmatch, _texts(to_dict(config)))
+    for name in sorted({match[1] for match in matches if match}):
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError):

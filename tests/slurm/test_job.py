@@ -42,7 +42,7 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = run_folder.create(config)
 
     def keep_alive(*codes: int) -> tuple[int, bool]:
-        """Exit codes of launches that commit nothing -> (the job's exit code, whether it was queued again)."""
+        """Exit codes of launches that commit nothing -> (the job's exit code, queued again or not)."""
         left = list(codes)
         calls.write_text("")
         code = job.keep_alive(run, config, lambda: left.pop(0))
@@ -132,7 +132,8 @@ def test_srun_over_all_components(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_containers() -> None:
-    image = "cluster.slurm.container={runtime: %s, image: /i.sqsh, mounts: ['/a:/a', '/b:/b'], python: /opt/python}"
+    inside = "image: /i.sqsh, mounts: ['/a:/a', '/b:/b'], python: /opt/python"
+    image = f"cluster.slurm.container={{runtime: %s, {inside}}}"
     pyxis = compose(["experiment=tiny", image % "pyxis"]).cluster.slurm
     assert launch.container_flags(pyxis) == ["--container-image=/i.sqsh", "--container-mounts=/a:/a,/b:/b"]
     assert launch.python_command("srun", pyxis) == ["/opt/python"]
