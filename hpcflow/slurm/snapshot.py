@@ -54,7 +54,7 @@ def moved(config: Config, run: Path) -> Config:
 
 
 def own_modules(config: Config) -> list[Path]:
-    """Files and package folders of the functions and classes that the config names, beside those installed."""
+    """Files and package folders of the functions that the config names, beside those installed."""
     found = []
     matches = map(DOTTED.fullmatch, _texts(to_dict(config)))
     for name in sorted({match[1] for match in matches if match}):
