@@ -400,7 +400,7 @@ def test_sharded_weights_follow_the_papers_rule(ranks, weights):
     )
     facts = {name: seven_billion() for name in config.models}
     parts = estimate.rank_memory(config, facts)["all"]
-    assert sum(parts[name] for name in config.models) * estimate.GIB == pytest.approx(weights)
+    assert sum(parts[name] for name in config.algorithm.models) * estimate.GIB == pytest.approx(weights)
     assert parts["actor generation"] * estimate.GIB == pytest.approx(14e9)
 
 
@@ -433,3 +433,37 @@ def test_a_node_that_is_too_small_is_named_with_what_would_fit():
 def test_machine_memory_is_that_of_the_cgroup_or_the_machine(monkeypatch):
     monkeypatch.undo()
     assert 0.5 < check_machine.machine_memory_gib() < 10_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why", "works"),
+    [
+        (["algorithm=rloo", "algorithm.batch.draws=1"], "algorithm.batch.draws", "a group of one", "draws=4"),
+        (["algorithm=reinforce_pp_baseline", "algorithm.batch.draws=1"], "algorithm.batch.draws", "a group of one", "=4"),
+        (["algorithm=safe_rlhf", "models.cost.limit=null"], "models.cost.limit", "needs the limit", "models.cost.limit=0.1"),
+        (["algorithm=safe_rlhf", "algorithm.state=null"], "algorithm.state", "nothing holds the policy", "multiplier"),
+        (["algorithm=safe_rlhf", "data.pretrain=null"], "data.pretrain", "needs texts", "everyday_sentences"),
+        (["algorithm=safe_rlhf", "algorithm.state.initial={multiplier: 1, other: 2}"], "algorithm.state.initial.other",
+         "takes no such argument", "~algorithm.state.initial.other"),
+        (["algorithm=dapo", "algorithm.advantage.args.overlong_buffer=99"], "algorithm.advantage.args.overlong_buffer",
+         "between 0 and max_tokens", "overlong_buffer="),
+        (["algorithm.policy_loss.args.importance_cap=2", "algorithm.sampling.top_p=0.9"],
+         "algorithm.policy_loss.args.importance_cap", "importance weight would be wrong", "importance_cap=null"),
+        (["algorithm.policy_loss.args.importance_cap=2", "algorithm.old_log_probs=rollout"],
+         "algorithm.policy_loss.args.importance_cap", "not computed", "old_log_probs=recompute"),
+    ],
+)  # fmt: skip
+def test_breaches_of_algorithms_are_named(overrides, key, why, works):
+    (problem,) = check(c.compose(["experiment=tiny", *overrides]))
+    assert problem.key == key and why in problem.why and works in problem.works
+
+
+def test_a_reward_that_nobody_computes_is_named():
+    problems = check(c.compose(["experiment=tiny", "algorithm=grpo", "algorithm.models=[actor, reference]"]))
+    assert [p.key for p in problems] == ["algorithm.models", "algorithm.advantage.function"]
+    assert "calls reward" in problems[0].why and "reads column reward" in problems[1].why
+
+
+def test_an_unknown_algorithm_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match="algorithm=grpp: there is no such config; works: algorithm=grpo"):
+        c.compose(["experiment=tiny", "algorithm=grpp"])

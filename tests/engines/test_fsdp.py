@@ -280,7 +280,7 @@ def train_on_nan() -> tuple[str, bool, bool]:
 
 def test_nan_stops_all_ranks_before_the_step() -> None:
     for message, untouched, masked_is_fine in run_ranks(2, train_on_nan):
-        assert message == "mini-batch 3 of update 0: loss is nan; no step was taken"
+        assert message.startswith("mini-batch 3 of update 0: loss is nan; no step was taken")
         assert untouched and masked_is_fine
 
 
@@ -301,7 +301,8 @@ def train_on_infinite_slope() -> str:
 
 def test_a_gradient_that_is_not_finite_is_named() -> None:
     message = "mini-batch 0 of update 0: grad_norm is nan; no step was taken"
-    assert run_ranks(2, train_on_infinite_slope) == [message, message]
+    said = run_ranks(2, train_on_infinite_slope)
+    assert len(said) == 2 and all(each.startswith(message) for each in said)
 
 
 def against_reference(dtype: str) -> dict[str, Any]:
