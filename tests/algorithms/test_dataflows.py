@@ -1,9 +1,22 @@
-"""The dataflow functions: which calls they make, in which order, on which columns."""
+"""The dataflow functions: which calls they make, in which order, on which columns; how short they are."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import hpcflow
+
+from hpcflow.algorithms.dapo import dapo
 from hpcflow.algorithms.grpo import grpo
 from hpcflow.algorithms.ppo import ppo
+from hpcflow.algorithms.remax import remax
+from hpcflow.algorithms.safe_rlhf import safe_rlhf
 
 WRITES = {
     "generate_sequences": {"prompt_ids", "response_ids"},
@@ -65,3 +78,97 @@ def test_grpo():
         "actor.update_actor",
     ]
     assert calls[-1][1] == {"prompt_ids", "response_ids", "ref_log_probs", "reward", "advantages"}
+
+
+def test_safe_rlhf():
+    """PPO with a cost, its critic and a pretraining loss between the same calls."""
+    WRITES.update(compute_cost={"cost"}, compute_loss={"pretrain_loss"})
+    names = [name for name, _ in calls_of(safe_rlhf)]
+    added = [
+        "cost_critic.compute_values",
+        "cost.compute_cost",
+        "actor.compute_loss",
+        "cost_critic.update_critic",
+    ]
+    assert [name for name in names if name not in added] == [name for name, _ in calls_of(ppo)]
+    assert [name for name in names if name in added] == added
+
+
+def test_remax():
+    """PPO without the critic, with one more generation and its reward."""
+    WRITES.update(generate_greedy={"greedy_ids"}, compute_baseline={"baseline"})
+    calls = calls_of(remax)
+    added = ["actor.generate_greedy", "reward.compute_baseline"]
+    names = [name for name, _ in calls if name not in added]
+    assert names == [name for name, _ in calls_of(ppo) if not name.startswith("critic")]
+    assert {"greedy_ids", "baseline", "reward"} <= calls[-1][1]
+
+
+class Rounds(Recorder):
+    """A group of models in which every round finds two groups that teach something."""
+
+    def __init__(self, calls: list, model: str = "", missing: int = 5) -> None:
+        super().__init__(calls, model)
+        self.missing = [missing]
+
+    def __getattr__(self, name: str):
+        if name == "keep_groups":
+            self.calls.append((f"{self.model}.keep_groups", set()))
+            self.missing[0] = max(0, self.missing[0] - 2)
+            return lambda batch: type("Handle", (), {"get": lambda _: [self.missing[0]]})()
+        if name == "take_groups":
+            self.calls.append((f"{self.model}.take_groups", set()))
+            return lambda rows: {"prompt_ids", "response_ids", "reward"}
+        if not self.model:
+            other = Rounds(self.calls, name)
+            other.missing = self.missing
+            return other
+        return super().__getattr__(name)
+
+
+class Prompts(set):
+    def more(self) -> Prompts:
+        return Prompts(self)
+
+
+@pytest.mark.parametrize(("missing", "rounds", "generated"), [(2, 4, 1), (5, 4, 3), (100, 4, 4), (100, 1, 1)])
+def test_dapo_generates_until_the_batch_is_full_or_the_rounds_are_over(missing, rounds, generated):
+    calls: list = []
+    dapo(Rounds(calls, missing=missing), Prompts({"prompt_ids"}), rounds=rounds)
+    names = [name for name, _ in calls]
+    assert names.count("actor.generate_sequences") == names.count("actor.keep_groups") == generated
+    assert names[-3:] == ["actor.take_groups", "actor.compute_advantages", "actor.update_actor"]
+
+
+PACKAGE = Path(hpcflow.__file__).parent
+LINES = {
+    "ppo": 8,
+    "safe_rlhf": 13,
+    "remax": 8,
+    "grpo": 8,
+    "dr_grpo": 8,
+    "rloo": 8,
+    "reinforce_pp": 8,
+    "gspo": 8,
+    "dapo": 13,
+    "propose_judge_revise": 29,
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_an_algorithm_is_short(name):
+    """Lines of the function, its signature counted, its docstring not."""
+    source = inspect.getsource(getattr(importlib.import_module(f"hpcflow.algorithms.{name}"), name))
+    function = ast.parse(source).body[0]
+    assert ast.get_docstring(function)
+    lines = [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(lines) - len(ast.get_docstring(function, clean=False).splitlines()) <= LINES[name]
+
+
+def test_no_layer_below_knows_an_algorithm():
+    """Not by name, and not by an import: workers reach an algorithm's functions through the config alone."""
+    imports = r"(from|import) hpcflow\.algorithms"
+    known = re.compile(rf"(?i)(?<![a-z_])({'|'.join([*LINES, 'lagrange', imports])})(?![a-z])")
+    for layer in ("workers", "engines", "mpi", "reshard", "dataflow"):
+        for path in (PACKAGE / layer).glob("*.py"):
+            assert not known.search(path.read_text()), f"{path}: {known.search(path.read_text())}"
