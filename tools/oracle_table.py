@@ -1,8 +1,8 @@
 """Print hpcflow beside verl, OpenRLHF and TRL: ``python tools/oracle_table.py [part of a case's name]``.
 
-One line a case: the library with its version, the case, the largest absolute difference of each value and gradient;
-then the cases that hpcflow does not compute alike, with the reason. Exit code 1 if a difference exceeds 1e-6 (relative
-to values above 1).
+One line a case: the library with its version, the case, the largest absolute difference of each value and
+gradient; then the cases that hpcflow does not compute alike, with the reason. Exit code 1 if a difference
+exceeds 1e-6 (relative to values above 1).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def output(library: str, case: str) -> Any:
 
 
 def names() -> list[str]:
-    """"library/case" of all cases."""
+    """ "library/case" of all cases."""
     return [f"{library}/{case}" for library, cases in _file()["cases"].items() for case in cases]
 
 

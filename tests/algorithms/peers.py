@@ -1,9 +1,8 @@
 """hpcflow beside verl, OpenRLHF and TRL, case by case of tests/data_files/peer_oracles.json.
 
-``CASES`` maps "library/case" to a function that computes hpcflow's side: {name: tensor as the library shapes it}. The
-other side is the file's output of the same name ("" = the whole output). ``LEFT_OUT`` says of all other cases why
-hpcflow does not compute the same. tools/oracle_table.py prints both.
-"""
+``CASES`` maps "library/case" to a function that computes hpcflow's side: {name: tensor as the library shapes
+it}. The other side is the file's output of the same name ("" = the whole output). ``LEFT_OUT`` says of all
+other cases why hpcflow does not compute the same. tools/oracle_table.py prints both."""
 
 from __future__ import annotations
 
@@ -48,7 +47,9 @@ def expected(name: str) -> Side:
         return side
     keep = tensor(next((mask for mask in MASKS if mask in name), "mask_right")) > 0
     # libraries differ in what they leave at tokens that do not count
-    return {key: torch.where(keep, each, 0.0) if each.shape == keep.shape else each for key, each in side.items()}
+    return {
+        key: torch.where(keep, each, 0.0) if each.shape == keep.shape else each for key, each in side.items()
+    }
 
 
 def differences(name: str) -> dict[str, float]:
@@ -60,7 +61,9 @@ def differences(name: str) -> dict[str, float]:
 def wide(column: Ragged, mask: str) -> torch.Tensor:
     """[6, 12], 0 in the padding."""
     out = torch.zeros(6, 12)
-    padded = torch.where(column.like(ragged(tensor(mask) > 0, mask).values).to_padded(False), column.to_padded(0.0), 0.0)
+    padded = torch.where(
+        column.like(ragged(tensor(mask) > 0, mask).values).to_padded(False), column.to_padded(0.0), 0.0
+    )
     out[:, : padded.shape[1]] = padded
     return out
 
@@ -77,7 +80,9 @@ def per_token(mask: str) -> Columns:
     return rows
 
 
-def estimated(estimator: Callable, mask: str, groups: str, names: dict[str, str], rows: Columns, **params: Any) -> Side:
+def estimated(
+    estimator: Callable, mask: str, groups: str, names: dict[str, str], rows: Columns, **params: Any
+) -> Side:
     """An estimator's columns under the library's names."""
     made = estimator(ids(groups), rows, alone, **params)
     return {theirs: wide(made[ours], mask) for theirs, ours in names.items()}
@@ -99,13 +104,36 @@ def add_estimate(
 
 BOTH = {"advantages": "advantages", "returns": "returns"}
 for mask in ("mask_right", "mask_holes"):
-    add_estimate(f"verl/gae/{mask}", gae, {"advantages_whitened": "advantages", "returns": "returns"}, mask=mask,
-                 rows=per_token, gamma=GAMMA, lam=LAM, kl_coef=1.0)  # fmt: skip
+    add_estimate(
+        f"verl/gae/{mask}",
+        gae,
+        {"advantages_whitened": "advantages", "returns": "returns"},
+        mask=mask,
+        rows=per_token,
+        gamma=GAMMA,
+        lam=LAM,
+        kl_coef=1.0,
+    )
     for gamma in (1.0, GAMMA):
-        add_estimate(f"verl/reinforce_pp/{mask}/gamma={gamma:g}".replace("gamma=1", "gamma=1.0"), reinforce_pp, BOTH,
-                     mask=mask, rows=per_token, gamma=gamma, kl_coef=1.0)  # fmt: skip
-add_estimate("openrlhf/gae/mask_right", gae, {"advantages_raw": "advantages", "returns": "returns"}, rows=per_token,
-             gamma=GAMMA, lam=LAM, kl_coef=1.0, whiten=False)  # fmt: skip
+        add_estimate(
+            f"verl/reinforce_pp/{mask}/gamma={gamma:g}".replace("gamma=1", "gamma=1.0"),
+            reinforce_pp,
+            BOTH,
+            mask=mask,
+            rows=per_token,
+            gamma=gamma,
+            kl_coef=1.0,
+        )
+add_estimate(
+    "openrlhf/gae/mask_right",
+    gae,
+    {"advantages_raw": "advantages", "returns": "returns"},
+    rows=per_token,
+    gamma=GAMMA,
+    lam=LAM,
+    kl_coef=1.0,
+    whiten=False,
+)
 for kl_coef in (0.0, KL):
     more = {"kl_coef": kl_coef, "kl": "k1"}
     of = lambda kind, kl_coef=kl_coef: f"openrlhf/experience/{kind}/kl_coef={kl_coef}"
@@ -140,9 +168,13 @@ def per_response(estimator: Callable, **params: Any) -> Side:
 
 
 for scale in ("group", "batch", "none"):
-    CASES[f"trl/grpo/group_equal/scale_rewards={scale}"] = functools.partial(per_response, grpo, scale=scale, eps=1e-4)
+    CASES[f"trl/grpo/group_equal/scale_rewards={scale}"] = functools.partial(
+        per_response, grpo, scale=scale, eps=1e-4
+    )
 for normalize in (True, False):
-    CASES[f"trl/rloo/group_equal/normalize={normalize}"] = functools.partial(per_response, rloo, normalize=normalize)
+    CASES[f"trl/rloo/group_equal/normalize={normalize}"] = functools.partial(
+        per_response, rloo, normalize=normalize
+    )
 
 # -- losses
 
@@ -150,7 +182,8 @@ for normalize in (True, False):
 def aggregated(
     loss: Callable, predictions: str, rows: Columns, mask: str, agg: str, names: dict[str, str], **params: Any
 ) -> Side:
-    """{"loss", the gradient under its name, token means of metrics}; ``names``: theirs -> our metric, or "grad"."""
+    """{"loss", the gradient under its name, token means of metrics}; ``names``: theirs -> our metric, or
+    "grad"."""
     column = ragged(tensor(predictions), mask)
     flat = column.values.clone().requires_grad_()
     keep = rows["loss_mask"]
@@ -169,8 +202,17 @@ def aggregated(
     return side
 
 
-def add_loss(name: str, loss: Callable, names: dict[str, str], *, mask: str = "mask_right", agg: str = "token-mean",
-             predictions: str = "logprobs", rows: Callable[[str], Columns] = oracles.rows, **params: Any) -> None:  # fmt: skip
+def add_loss(
+    name: str,
+    loss: Callable,
+    names: dict[str, str],
+    *,
+    mask: str = "mask_right",
+    agg: str = "token-mean",
+    predictions: str = "logprobs",
+    rows: Callable[[str], Columns] = oracles.rows,
+    **params: Any,
+) -> None:
     CASES[name] = lambda: aggregated(loss, predictions, rows(mask), mask, agg, names, **params)
 
 
@@ -186,38 +228,99 @@ def sequence_rows(mask: str) -> Columns:
 
 POLICY = {"loss": "loss", "grad_logprobs": "grad", "clipfrac": "clip_fraction"}
 LOSS = {"loss": "loss", "grad_logprobs": "grad"}
-THEIR_AGGREGATIONS = {**{agg: (agg, 1) for agg in AGGREGATIONS}, "seq-mean-token-sum-norm": ("seq-mean-token-sum", 12)}
+THEIR_AGGREGATIONS = {
+    **{agg: (agg, 1) for agg in AGGREGATIONS},
+    "seq-mean-token-sum-norm": ("seq-mean-token-sum", 12),
+}
 for mask in MASKS:
     for theirs, (agg, length) in THEIR_AGGREGATIONS.items():
         for kind, high in (("sym", 0.2), ("asym", 0.28)):
-            add_loss(f"verl/policy_loss/{kind}/{theirs}/{mask}", ppo_clip, {**POLICY, "ppo_kl": "approx_kl"}, mask=mask,
-                     agg=agg, clip_high=high, dual_clip=3.0, length=length)  # fmt: skip
+            add_loss(
+                f"verl/policy_loss/{kind}/{theirs}/{mask}",
+                ppo_clip,
+                {**POLICY, "ppo_kl": "approx_kl"},
+                mask=mask,
+                agg=agg,
+                clip_high=high,
+                dual_clip=3.0,
+                length=length,
+            )
         if length == 1:
-            add_loss(f"verl/value_loss/{theirs}/{mask}", clipped_value,
-                     {"loss": "loss", "grad_values": "grad", "clipfrac": "value_clip_fraction"}, mask=mask, agg=agg,
-                     predictions="values_new")  # fmt: skip
+            add_loss(
+                f"verl/value_loss/{theirs}/{mask}",
+                clipped_value,
+                {"loss": "loss", "grad_values": "grad", "clipfrac": "value_clip_fraction"},
+                mask=mask,
+                agg=agg,
+                predictions="values_new",
+            )
         if theirs in ("token-mean", "seq-mean-token-mean"):
             for kind, high, dual in (("sym", 0.2, 3.0), ("asym", 0.28, 3.0), ("sym_nodual", 0.2, None)):
-                add_loss(f"openrlhf/policy_loss/{kind}/{theirs}/{mask}", ppo_clip, {**POLICY, "ppo_kl": "approx_kl"},
-                         mask=mask, agg=agg, clip_high=high, dual_clip=dual)  # fmt: skip
-            add_loss(f"openrlhf/value_loss/{theirs}/{mask}", clipped_value, {"loss": "loss", "grad_values": "grad"},
-                     mask=mask, agg=agg, predictions="values_new")  # fmt: skip
+                add_loss(
+                    f"openrlhf/policy_loss/{kind}/{theirs}/{mask}",
+                    ppo_clip,
+                    {**POLICY, "ppo_kl": "approx_kl"},
+                    mask=mask,
+                    agg=agg,
+                    clip_high=high,
+                    dual_clip=dual,
+                )
+            add_loss(
+                f"openrlhf/value_loss/{theirs}/{mask}",
+                clipped_value,
+                {"loss": "loss", "grad_values": "grad"},
+                mask=mask,
+                agg=agg,
+                predictions="values_new",
+            )
 for agg in AGGREGATIONS:
-    add_loss(f"verl/policy_loss/wide/{agg}/mask_right", ppo_clip, POLICY, agg=agg, rows=wide_rows, dual_clip=3.0)
+    add_loss(
+        f"verl/policy_loss/wide/{agg}/mask_right", ppo_clip, POLICY, agg=agg, rows=wide_rows, dual_clip=3.0
+    )
     if agg != "seq-mean-token-sum":
-        add_loss(f"openrlhf/policy_loss/wide/{agg}/mask_right", ppo_clip, POLICY, agg=agg, rows=wide_rows, dual_clip=3.0)
-        add_loss(f"openrlhf/policy_loss/wide_nodual/{agg}/mask_right", ppo_clip, POLICY, agg=agg, rows=wide_rows)
+        add_loss(
+            f"openrlhf/policy_loss/wide/{agg}/mask_right",
+            ppo_clip,
+            POLICY,
+            agg=agg,
+            rows=wide_rows,
+            dual_clip=3.0,
+        )
+        add_loss(
+            f"openrlhf/policy_loss/wide_nodual/{agg}/mask_right", ppo_clip, POLICY, agg=agg, rows=wide_rows
+        )
 for name in ("verl", "openrlhf"):
-    add_loss(f"{name}/policy_loss_gspo", gspo, {"": "loss"}, agg="seq-mean-token-mean", clip=0.2, clip_high=0.28)
-add_loss("trl/grpo_loss/gspo(level=sequence)", gspo, LOSS, agg="seq-mean-token-mean", clip=0.2, clip_high=0.28,
-         rows=sequence_rows)  # fmt: skip
-TRL = {"grpo": ("seq-mean-token-mean", 1), "bnpo": ("token-mean", 1), "dapo": ("token-mean", 1),
-       "dr_grpo": ("seq-mean-token-sum", 12)}  # fmt: skip
+    add_loss(
+        f"{name}/policy_loss_gspo", gspo, {"": "loss"}, agg="seq-mean-token-mean", clip=0.2, clip_high=0.28
+    )
+add_loss(
+    "trl/grpo_loss/gspo(level=sequence)",
+    gspo,
+    LOSS,
+    agg="seq-mean-token-mean",
+    clip=0.2,
+    clip_high=0.28,
+    rows=sequence_rows,
+)
+TRL = {
+    "grpo": ("seq-mean-token-mean", 1),
+    "bnpo": ("token-mean", 1),
+    "dapo": ("token-mean", 1),
+    "dr_grpo": ("seq-mean-token-sum", 12),
+}
 for kind, (agg, length) in TRL.items():
     for beta in ("0.0", "0.04"):
         for advantages, rows in (("tok", oracles.rows), ("seq", sequence_rows)):
-            add_loss(f"trl/grpo_loss/{kind}/beta={beta}/adv={advantages}", ppo_clip, LOSS, agg=agg, rows=rows,
-                     clip_high=0.28, kl_coef=float(beta), length=length)  # fmt: skip
+            add_loss(
+                f"trl/grpo_loss/{kind}/beta={beta}/adv={advantages}",
+                ppo_clip,
+                LOSS,
+                agg=agg,
+                rows=rows,
+                clip_high=0.28,
+                kl_coef=float(beta),
+                length=length,
+            )
 add_loss("trl_ppo/ppo_loss/token-mean/mask_right", ppo_clip, {"pg_loss": "loss", "grad_logprobs": "grad"})
 
 
@@ -228,11 +331,13 @@ def agg_loss(agg: str, mask: str, length: int) -> Side:
 
 
 def agg_loss_of_ranks(agg: str) -> Side:
-    """Each of two ranks computes its rows with the global counts; verl's is times 2, for a mean over ranks."""
+    """Each of two ranks computes its rows with the global counts; verl's is times 2, for a mean over
+    ranks."""
     mask = oracles.rows("mask_right")["loss_mask"]
     values, (tokens, full, _) = ragged(tensor("advantages"), "mask_right"), counts(mask)
     shares = [
-        (values.rows(lo, lo + 3).values * token_weights(mask.rows(lo, lo + 3), agg, tokens, full)).sum() for lo in (0, 3)
+        (values.rows(lo, lo + 3).values * token_weights(mask.rows(lo, lo + 3), agg, tokens, full)).sum()
+        for lo in (0, 3)
     ]
     return {"rank0": 2 * shares[0], "rank1": 2 * shares[1], "mean": shares[0] + shares[1]}
 
@@ -258,7 +363,10 @@ def kl_case(kind: str) -> Side:
 for kind in ("k1", "k2", "k3"):
     CASES[f"verl/kl/{kind}"] = CASES[f"openrlhf/kl/{kind}"] = functools.partial(kl_case, kind)
     CASES[f"openrlhf/kl/{kind}+"] = functools.partial(kl_case, f"{kind}+")
-CASES["verl/kl/k1+"], CASES["verl/kl/k3+"] = functools.partial(kl_case, "k1+"), functools.partial(kl_case, "k3+")
+CASES["verl/kl/k1+"], CASES["verl/kl/k3+"] = (
+    functools.partial(kl_case, "k1+"),
+    functools.partial(kl_case, "k3+"),
+)
 CASES["verl/kl/low_var_kl"] = functools.partial(kl_case, "k3")
 
 
@@ -271,7 +379,9 @@ def kl_rewards() -> Side:
 
 def whitened() -> Side:
     mask = oracles.rows("mask_right")["loss_mask"]
-    made = s.whitened(s.padded(ragged(tensor("advantages"), "mask_right"), mask), mask.to_padded(False), alone)
+    made = s.whitened(
+        s.padded(ragged(tensor("advantages"), "mask_right"), mask), mask.to_padded(False), alone
+    )
     return {"": wide(s.ragged(made, mask), "mask_right")}
 
 
@@ -296,12 +406,12 @@ LEFT_OUT = {
     "trl/grpo_loss/cispo/": "CISPO is not among hpcflow's algorithms",
     "trl/grpo_loss/sapo/": "SAPO is not among hpcflow's algorithms",
     "trl/grpo_loss/luspo/": "LUSPO is not among hpcflow's algorithms",
-    "trl/rloo_loss": "clips the ratio of whole responses; RLOO here clips that of tokens, as verl and OpenRLHF do",
+    "trl/rloo_loss": "clips the ratio of responses; RLOO here clips that of tokens, as verl and OpenRLHF do",
     "trl_ppo/ppo_gae/": "TRL puts the reward one position after the last token and values one position more",
     "trl_ppo/masked_whiten/shift=False": "whitening that keeps the mean is not used",
     "verl/masked_whiten/shift=False": "whitening that keeps the mean is not used",
-    "verl/reinforce_pp_baseline/group_uneven": "verl keeps the raw reward of a prompt with one draw, and whitening "
-    "spreads it over all rows",
+    "verl/reinforce_pp_baseline/group_uneven": "verl keeps the raw reward of a prompt with one "
+    "draw, and whitening spreads it over all rows",
     "openrlhf/gae/mask_holes": "OpenRLHF decays once more at each excluded token; skipped here, as in verl",
     "openrlhf/experience/group_norm/kl_coef=0.05": "GRPO has its KL in the loss here",
     "openrlhf/experience/dr_grpo/kl_coef=0.05": "Dr. GRPO has no KL here",
@@ -324,4 +434,8 @@ LEFT_OUT = {
 
 def left_out(name: str) -> str | None:
     """Why a case is left out; None if it is not."""
-    return next((why for start, why in LEFT_OUT.items() if name.startswith(start)), None) if name not in CASES else None
+    return (
+        next((why for start, why in LEFT_OUT.items() if name.startswith(start)), None)
+        if name not in CASES
+        else None
+    )

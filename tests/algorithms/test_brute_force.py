@@ -1,4 +1,5 @@
-"""Estimators and losses against formulas written row by row, on shapes, masks, seeds and scales of all kinds."""
+"""Estimators and losses against formulas written row by row, on shapes, masks, seeds and scales of all
+kinds."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Row:
         rewards = -kl_coef * self.log_ratio
         if len(rewards):
             rewards[-1] += last
-        return np.array([sum(gamma ** (s - t) * r for s, r in enumerate(rewards) if s >= t) for t in range(len(rewards))])
+        return np.array(
+            [sum(gamma ** (s - t) * r for s, r in enumerate(rewards) if s >= t) for t in range(len(rewards))]
+        )
 
     def gae(self, last: float, value: np.ndarray, kl_coef: float, gamma: float, lam: float) -> np.ndarray:
         rewards = -kl_coef * self.log_ratio
@@ -50,7 +53,12 @@ class Row:
             rewards[-1] += last
         ahead = np.append(value[1:], 0.0)[: len(value)]
         delta = rewards + gamma * ahead - value
-        return np.array([sum((gamma * lam) ** (s - t) * d for s, d in enumerate(delta) if s >= t) for t in range(len(delta))])
+        return np.array(
+            [
+                sum((gamma * lam) ** (s - t) * d for s, d in enumerate(delta) if s >= t)
+                for t in range(len(delta))
+            ]
+        )
 
 
 def rows_of(batch, failed: str = "") -> list[Row]:
@@ -86,9 +94,13 @@ def test_safe_gae(batch, m, kl_coef):
     reward = [r.gae(r.reward, r.value, kl_coef, 0.97, 0.9) for r in rows]
     cost = [r.gae(r.cost, r.cost_value, 0.0, 0.97, 0.9) for r in rows]
     scale = size_of(rows)
-    assert_rows(made["advantages"], rows, [(a - m * c) / (1 + m) for a, c in zip(reward, cost, strict=True)], scale)
+    assert_rows(
+        made["advantages"], rows, [(a - m * c) / (1 + m) for a, c in zip(reward, cost, strict=True)], scale
+    )
     assert_rows(made["returns"], rows, [a + r.value for a, r in zip(reward, rows, strict=True)], scale)
-    assert_rows(made["cost_returns"], rows, [c + r.cost_value for c, r in zip(cost, rows, strict=True)], scale)
+    assert_rows(
+        made["cost_returns"], rows, [c + r.cost_value for c, r in zip(cost, rows, strict=True)], scale
+    )
 
 
 @given(batch=batches(), kl_coef=st.sampled_from([0.0, 0.3]), whitened=st.booleans())
@@ -107,7 +119,12 @@ def test_a_multiplier_of_zero_is_plain_gae_bitwise(batch, kl_coef, whitened):
 def test_remax(batch, kl_coef):
     rows = rows_of(batch, "baseline_ok")
     made = remax(*batch, alone, kl_coef=kl_coef)
-    assert_rows(made["advantages"], rows, [r.discounted(r.reward, kl_coef, 1.0) - r.baseline for r in rows], size_of(rows))
+    assert_rows(
+        made["advantages"],
+        rows,
+        [r.discounted(r.reward, kl_coef, 1.0) - r.baseline for r in rows],
+        size_of(rows),
+    )
 
 
 @given(batch=batches(), baseline=st.booleans(), unbiased=st.booleans(), kl_coef=st.sampled_from([0.0, 0.3]))
@@ -159,7 +176,9 @@ def test_overlong_responses_are_punished_gradually():
     masked = dapo(ids, rows, alone, max_tokens=10, overlong_buffer=4, mask_truncated=True)
     assert [any(row) for row in masked["loss_mask"].tolist()] == [True] * 4 + [False]
     kept = dapo(ids, rows, alone, max_tokens=10, overlong_buffer=4)
-    assert masked["advantages"].tolist()[:4] == kept["advantages"].tolist()[:4], "still part of the statistics"
+    assert masked["advantages"].tolist()[:4] == kept["advantages"].tolist()[:4], (
+        "still part of the statistics"
+    )
 
 
 @st.composite
@@ -176,11 +195,15 @@ def loss_rows(draw):
 
 
 def by_hand(log_probs: torch.Tensor, rows, per_row, agg: str) -> torch.Tensor:
-    """The aggregate of ``per_row(log_probs, old, ref, rollout, advantages)`` over counted tokens, row by row."""
+    """The aggregate of ``per_row(log_probs, old, ref, rollout, advantages)`` over counted tokens, row by
+    row."""
     parts = []
     for new, old, ref, rollout, advantage, keep in zip(
         log_probs.split(rows["loss_mask"].lengths.tolist()),
-        *(rows[name].split() for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "loss_mask")),
+        *(
+            rows[name].split()
+            for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "loss_mask")
+        ),
         strict=True,
     ):
         if keep.any():
@@ -215,7 +238,10 @@ def test_policy_losses_and_gradients(kind, agg, case):
         return surrogate((mean + new - new.detach()).exp(), advantage, 0.2, 0.28)
 
     params = {"clip": 0.2, "clip_high": 0.28}
-    params |= {"dual": {"dual_clip": 3.0}, "corrected": {"importance_cap": 1.5, "kl_coef": 0.1, "length": 7}}.get(kind, {})
+    params |= {
+        "dual": {"dual_clip": 3.0},
+        "corrected": {"importance_cap": 1.5, "kl_coef": 0.1, "length": 7},
+    }.get(kind, {})
     loss = gspo if kind == "gspo" else ppo_clip
     value, gradient, _ = total(lambda p, r: loss(p, r, **params), log_probs, rows, agg)
     flat = log_probs.values.clone().requires_grad_()

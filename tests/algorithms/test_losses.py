@@ -141,7 +141,9 @@ def test_no_rows():
         assert per_token.shape == (0,) and all(metric.shape == (0,) for metric in metrics.values())
 
 
-@pytest.mark.parametrize(("loss", "params"), [(ppo_clip, {"kl_coef": 0.1}), (gspo, {"kl_coef": 0.1}), (clipped_value, {})])
+@pytest.mark.parametrize(
+    ("loss", "params"), [(ppo_clip, {"kl_coef": 0.1}), (gspo, {"kl_coef": 0.1}), (clipped_value, {})]
+)
 def test_the_declared_columns_suffice(loss, params):
     """Only declared columns move to the rank that trains: reading another one would fail in a run."""
     rows = oracles.rows("mask_right")
