@@ -38,7 +38,7 @@ from hpcflow.mpi.messages import (
 )
 from hpcflow.mpi.transfer import DataPlane
 
-SILENT_SECONDS = 2.5  # longer than two heartbeats: suspicious, when something hangs anyway
+SILENT_SECONDS = 4.0  # several heartbeats: suspicious, when something hangs anyway
 DEAD_SECONDS = 15.0  # no heartbeat for so long: node lost, process stopped, or the interpreter lock never released
 CHECK_SECONDS = 0.1  # how often ranks are looked over for silence and hanging calls
 STACK_SECONDS = 1.0  # how long a hanging rank may take to answer where it is

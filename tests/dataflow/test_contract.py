@@ -38,7 +38,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_failing_rank_is_named_and_nobody_survives(how: str) -> None:
-    result = run_world(4, PROGRAMS + "fault", {"how": how, "watchdog": 3.0}, timeout=60)
+    watchdog = 6.0 if how == "stop" else 3.0  # a stopped rank must have missed several heartbeats by then
+    result = run_world(4, PROGRAMS + "fault", {"how": how, "watchdog": watchdog}, timeout=60)
     assert result.rc != 0
     for text in FAULTS[how]:
         assert text in result.stderr
