@@ -96,9 +96,9 @@ class Worker:
         self.column_cap = engine.spread.column_cap
         engine.deliver = self._deliver
         self.ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
-        self._order: collections.deque[_Pending | Drop] = collections.deque()
+        self._order: collections.deque[_Pending] = collections.deque()
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
-        self._running: tuple[Call, float] | None = None
+        self._running: tuple[Call, float] | None = None  # written by the main thread alone
         self._merged: dict[int, tuple[Call, dict[int, Report]]] = {}
         self._known: dict[int, Call] = {}  # in order of arrival: unfinished calls and the latest finished ones
         self._drops: list[tuple[int, tuple[int, ...]]] = []
@@ -108,15 +108,23 @@ class Worker:
     # -- from the main thread
 
     def finished(self, outcome: Outcome) -> None:
-        """A call that leaves nothing on this rank is answered at once, without waking the communication thread."""
+        """The main thread has made this call. One that leaves nothing on this rank is answered from here, which saves
+        a wake-up; what the communication thread books of it, in order with all other calls, can wait for its next turn.
+        """
         call = outcome.ready.call
         if call.writes or self._drops or self.engine.routes.children(self.engine.rank):
             self._later(lambda: self._finish(outcome))
         else:
-            self._finish(outcome)
+            self.engine.send_up(Done(call.number, {self.engine.rank: self._report(outcome)}))
+            self._outbox.append(lambda: self._book(call))
+        self._running = None  # last: a call is never neither running nor about to be booked as finished
 
     def failed(self, what: str, reason: str) -> None:
         self._later(lambda: self._fail(what, reason))
+
+    def starts(self, call: Call) -> None:
+        """The main thread begins this call."""
+        self._running = (call, time.time())
 
     def exchange(self, group: str, payload: bytes) -> list[bytes]:
         """All-gather bytes over a group; blocks the main thread while the communication thread works."""
@@ -133,13 +141,17 @@ class Worker:
     def loop(self) -> None:
         engine = self.engine
         while not (engine.stopping and not engine.busy and not self._order):
-            while self._outbox:
-                engine.progress = True
-                self._outbox.popleft()()
+            self._book_all()
             self.plane.look()
             self._beat()
             engine.turn(expecting=self.plane.expecting)
         engine.finish()
+
+    def _book_all(self) -> None:
+        """Do what the main thread has left to do, in its order."""
+        while self._outbox:
+            self.engine.progress = True
+            self._outbox.popleft()()
 
     def _beat(self) -> None:
         now = time.time()
@@ -149,12 +161,12 @@ class Worker:
             self.engine.send_up(beat)
 
     def _activity(self, now: float) -> Activity:
-        if self._running:
-            call, since = self._running
+        if running := self._running:
+            call, since = running
             return Activity(call.number, str(call), "runs", now - since)
-        waiting = next((entry for entry in self._order if isinstance(entry, _Pending)), None)
-        if waiting is None:
+        if not self._order:
             return Activity(0, "", "idle", 0.0)
+        waiting = self._order[0]
         ranks = sorted({r for t in waiting.call.inputs for r in self.plane.missing_from(t)})
         sources = ", ".join(f"call {t.source} ({t.stamp.model})" for t in waiting.call.inputs)
         state = f"waits for the output of {sources}" + (f" from ranks {ranks}" if ranks else "")
@@ -187,14 +199,16 @@ class Worker:
             frame = sys._current_frames()[threading.main_thread().ident]
             self.engine.send_up(Stack(self.engine.rank, "".join(traceback.format_stack(frame)[-6:])))
         elif isinstance(message, Inquire):
+            self._book_all()
             self.engine.send_up(Answer(self.engine.rank, {number: self._state(number) for number in self._known}))
         else:
             self.engine.stopping = True
             self.ready.put(None)
 
     def _state(self, number: int) -> CallState:
-        running = self._running is not None and self._running[0].number == number
-        state = "finished" if number <= self._last_finished else "running" if running else "waiting"
+        running = self._running
+        began = running is not None and running[0].number == number
+        state = "finished" if number <= self._last_finished else "running" if began else "waiting"
         # Weights that an update has begun to change, or has changed, are not those that it expects.
         repeatable = self._known[number].kind != "advancing" or state == "waiting"
         return CallState(state, repeatable, number in self.plane.shown)
@@ -241,22 +255,24 @@ class Worker:
             ids = pending.ids[0] if pending.ids else torch.empty(0, dtype=torch.int64)
             self.ready.put(Ready(pending.call, ids, pending.columns, pending.received))
 
-    def starts(self, call: Call) -> None:
-        """The main thread begins this call."""
-        self._running = (call, time.time())
-
     def _finish(self, outcome: Outcome) -> None:
         call = outcome.ready.call
-        self._running = None
-        self._last_finished = call.number
         part = next((p for p in call.outputs if p.rank == self.engine.rank), None)
         if part is not None and call.writes:
             self._guard(str(call), lambda: self._keep(outcome, part.hi - part.lo))
+        self._last_finished = call.number
         self._apply_drops()
-        report = Report(
-            outcome.value, outcome.start, outcome.end, outcome.ready.received, self.plane.held_bytes, outcome.spans
-        )
-        self._merge(call.number, {self.engine.rank: report})
+        self._merge(call.number, {self.engine.rank: self._report(outcome)})
+
+    def _book(self, call: Call) -> None:
+        """A call that has been answered already."""
+        self._last_finished = call.number
+        self._apply_drops()
+        del self._merged[call.number]
+
+    def _report(self, outcome: Outcome) -> Report:
+        received, held = outcome.ready.received, self.plane.held_bytes
+        return Report(outcome.value, outcome.start, outcome.end, received, held, outcome.spans)
 
     def _keep(self, outcome: Outcome, rows: int) -> None:
         call, columns = outcome.ready.call, outcome.columns or {}

@@ -226,11 +226,15 @@ def fault(how: str, watchdog: float) -> Any:
 
     def scenario(world: World) -> None:
         world.models.A.ping().wait()
+        # It waits behind a call that leaves columns: what a rank reports must be the call that it runs by then.
+        before = world.models.A.echo(world.models.A.make(rows=4))
         world.models.A.fail(how=how, only=1)
         world.models.B.ping()
         world.drain()
+        del before
 
-    return run(scenario, pools(2, 1), {"A": {"pool": "a", "cls": Rogue}, "B": {"pool": "b"}}, watchdog=watchdog)
+    models = {"A": {"pool": "a", "cls": Rogue, "delay": 0.3}, "B": {"pool": "b"}}
+    return run(scenario, pools(2, 1), models, watchdog=watchdog)
 
 
 def latency(calls: int, pause: float, workers: int) -> Any:
