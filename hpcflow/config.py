@@ -224,10 +224,6 @@ class Placement:
             start += pool.ranks
         return ranges
 
-    def pool_of(self, model: str) -> str:
-        """The name of the pool that holds ``model``."""
-        return next(name for name, pool in self.pools.items() if model in pool.models)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:

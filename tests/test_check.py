@@ -467,3 +467,26 @@ def test_a_reward_that_nobody_computes_is_named():
 def test_an_unknown_algorithm_is_named_with_the_nearest():
     with pytest.raises(ValueError, match="algorithm=grpp: there is no such config; works: algorithm=grpo"):
         c.compose(["experiment=tiny", "algorithm=grpp"])
+
+
+def test_columns_the_check_knows_are_those_the_workers_declare():
+    """The check reads no worker, for they import torch; here both are at hand."""
+    from hpcflow.check_algorithm import WRITES
+    from hpcflow.data.resolve import resolve
+    from hpcflow.dataflow.assemble import WORKERS
+    from hpcflow.workers.primitive import primitives_of
+
+    declared = {}
+    for name, path in WORKERS.items():
+        found = primitives_of(resolve(path)).values()
+        declared[name] = {column for each in found for column in each.writes}
+    assert set(WRITES) == set(declared)
+    for name in ("critic", "reference", "reward", "cost"):
+        assert set(WRITES[name]) == declared[name]
+    handed_on = {"reward", "reward_ok", "reward_error"}  # by dynamic sampling: others make them
+    configured = {"kl", "cost_returns"}  # by the advantage that a config names
+    assert set(WRITES["actor"]) - configured == declared["actor"] - handed_on
+    assert set(WRITES["tool"]) == declared["tool"] - {"prompt_ids", "record"}
+    own_name = {"values": resolve(WORKERS["cost_critic"]).values}
+    renamed = {own_name.get(column, column) for column in declared["cost_critic"]}
+    assert set(WRITES["cost_critic"]) == renamed

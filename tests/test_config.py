@@ -66,7 +66,6 @@ def test_ranks_follow_the_order_of_the_pools(tiny):
     }
     placement = dataclasses.replace(tiny.placement, pools=pools)
     assert placement.ranks() == {"b": range(2, 5), "a": range(5, 6)}
-    assert placement.pool_of("reward") == "a"
     assert dataclasses.replace(tiny, placement=placement).world_size == 6
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Handle:
     """One call: wait for it, ask what it returned. The call itself runs on whether or not anybody holds this."""
 
-    def __init__(self, controller: Controller, number: int, keepers: tuple[int, ...], reduce: Callable) -> None:
-        self._controller, self.number, self._keepers, self._reduce = controller, number, keepers, reduce
+    def __init__(self, controller: Controller, number: int, keepers: tuple[int, ...]) -> None:
+        self._controller, self.number, self._keepers = controller, number, keepers
 
     def wait(self, timeout: float | None = None) -> Handle:
         """Until all ranks have finished. TimeoutError after ``timeout`` seconds; WorkerError on a fault."""
@@ -33,7 +33,7 @@ class Handle:
         return [reports[rank].value for rank in self._keepers]
 
     def __del__(self) -> None:
-        self._reduce(self.number)
+        self._controller.forget(self.number)
 
 
 @dataclass(eq=False)

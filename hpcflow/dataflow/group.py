@@ -90,7 +90,7 @@ class WorkerGroup:
         self.world.issue(call)
         if primitive.kind == "advancing":
             self.version += 1
-        handle = Handle(self.world.controller, number, layout.keepers, self.world.controller.forget)
+        handle = Handle(self.world.controller, number, layout.keepers)
         if not primitive.writes:
             return handle
         stamp = Stamp(call.iteration, self.name, self.version)
@@ -107,7 +107,3 @@ class WorkerGroup:
                 f"{self.name}.{primitive.name} reads column {', '.join(missing)}, which the batch does not have; it has "
                 f"{', '.join(batch.columns)}. Call the primitive that writes it first"
             )
-
-    def refine(self, name: str, **changes: Any) -> None:
-        """Change what a primitive reads or writes in this run (a configured function has needs of its own)."""
-        self.primitives[name] = dataclasses.replace(self.primitives[name], **changes)

@@ -98,9 +98,9 @@ def _stages(layout: Layout, rank: int) -> tuple[int, bool]:
     return 0, tp == 0 and dp == 0
 
 
-ONE_TO_ALL = register("ONE_TO_ALL", lambda layout: 1, lambda layout, rank: (0, True))
-THREE_D = register("3D_PROTO", lambda layout: layout.d, _last_stage_first_tensor)
-MICRO_DP = register("3D_ALL_MICRO_DP", lambda layout: layout.generation_replicas, _micro_dp)
-PP_ONLY = register("3D_PP_ONLY", lambda layout: 1, _stages)
-DP = register("DP_PROTO", lambda layout: layout.ranks, lambda layout, rank: (rank, True))
-ALL_TO_ALL = register("ALL_TO_ALL", lambda layout: layout.ranks, lambda layout, rank: (rank, True))
+register("ONE_TO_ALL", lambda layout: 1, lambda layout, rank: (0, True))
+register("3D_PROTO", lambda layout: layout.d, _last_stage_first_tensor)
+register("3D_ALL_MICRO_DP", lambda layout: layout.generation_replicas, _micro_dp)
+register("3D_PP_ONLY", lambda layout: 1, _stages)
+register("DP_PROTO", lambda layout: layout.ranks, lambda layout, rank: (rank, True))
+register("ALL_TO_ALL", lambda layout: layout.ranks, lambda layout, rank: (rank, True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +19,8 @@ class Node:
     rank (none of calls that change weights or only make columns)."""
 
     call: int
-    iteration: int
     model: str
     method: str
-    issued: float
     ranks: list[int]
     start: float
     end: float
@@ -57,22 +54,19 @@ def values_of(reports: dict[int, Report]) -> dict[int, Any]:
 class Trace:
     """Nodes since the last `take`, and which calls are open."""
 
-    pools: dict[str, tuple[int, ...]]
     nodes: list[Node] = field(default_factory=list)
-    open: dict[int, tuple[Call, float]] = field(default_factory=dict)
+    open: dict[int, Call] = field(default_factory=dict)
 
     def issued(self, call: Call) -> None:
-        self.open[call.number] = (call, time.time())
+        self.open[call.number] = call
 
     def done(self, call: Call, reports: dict[int, Report], advances: bool) -> None:
-        _, issued = self.open.pop(call.number)
+        del self.open[call.number]
         self.nodes.append(
             Node(
                 call=call.number,
-                iteration=call.iteration,
                 model=call.model,
                 method=call.method,
-                issued=issued,
                 ranks=list(call.ranks),
                 start=min(report.start for report in reports.values()),
                 end=max(report.end for report in reports.values()),
@@ -91,7 +85,7 @@ class Trace:
 
     def running(self) -> str:
         """The oldest open call, for the progress line."""
-        return next((f"{call.model}.{call.method}" for call, _ in self.open.values()), "")
+        return next((f"{call.model}.{call.method}" for call in self.open.values()), "")
 
     def take(self) -> list[Node]:
         """The nodes since the last call, in the order of their start."""

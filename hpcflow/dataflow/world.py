@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 from collections import Counter
@@ -15,6 +14,7 @@ from hpcflow.dataflow.batch import Batch
 from hpcflow.dataflow.group import WorkerGroup
 from hpcflow.dataflow.recorded import Recorded
 from hpcflow.dataflow.trace import Trace
+from hpcflow.mpi import guard
 from hpcflow.mpi.controller import Controller
 from hpcflow.mpi.messages import Call, Part, Spread
 from hpcflow.mpi.worker import catch_signals
@@ -46,7 +46,7 @@ class World:
         column_cap: int = 4 << 30,
     ) -> None:
         _check_pools(pools, members)
-        self.pools, self.iteration = pools, 0
+        self.iteration = 0
         spread = Spread(
             groups={name: pools[member.pool] for name, member in members.items()},
             pools=pools,
@@ -57,7 +57,7 @@ class World:
         self.controller = Controller(spread, read_end, watchdog)
         self.controller.on_done = self._done
         self.controller.on_turn = self._flush_drops
-        self.trace = Trace(pools)
+        self.trace = Trace()
         self.before_advance: Callable[[Batch], None] = lambda batch: None
         self.before_issue: Callable[[Call], None] = lambda call: None
         self.after_done: Callable[[Call, dict[int, Any]], None] = lambda call, reports: None
@@ -148,7 +148,7 @@ def member(cls: type, pool: str, layout: Layout, **arguments: Any) -> Member:
 
 def rank_from_environment() -> int:
     """This process's rank in the MPI world before MPI is initialised. ValueError outside an MPI launch."""
-    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-        if name in os.environ:
-            return int(os.environ[name])
-    raise ValueError("this process was not started as an MPI rank; start it with `hpcflow train` or mpiexec")
+    rank = guard.rank()
+    if rank is None:
+        raise ValueError("this process was not started as an MPI rank; start it with `hpcflow train` or mpiexec")
+    return rank

@@ -61,7 +61,6 @@ class Controller:
         self.open: dict[int, Call] = {}
         self.on_done: Callable[[Call, dict[int, Report]], None] = lambda call, reports: None
         self.on_turn: Callable[[], None] = lambda: None
-        self.held_bytes: dict[int, int] = {}
         self._wanted: set[int] = set()
         self._faults: list[Failed | Lost] = []
         self._stacks: dict[int, str] = {}
@@ -158,7 +157,6 @@ class Controller:
             self._done(message)
         elif isinstance(message, Heartbeat):
             self._beats[message.rank] = (time.monotonic(), message)
-            self.held_bytes[message.rank] = message.held
         elif isinstance(message, Stack):
             self._stacks[message.rank] = message.text
         elif isinstance(message, Answer):

@@ -177,7 +177,6 @@ class Activity:
 class Heartbeat:
     rank: int
     activity: Activity
-    held: int = 0
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,7 @@ class Worker:
         now = time.time()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-            beat = Heartbeat(self.engine.rank, self._activity(now), self.plane.held_bytes)
-            self.engine.send_up(beat)
+            self.engine.send_up(Heartbeat(self.engine.rank, self._activity(now)))
 
     def _activity(self, now: float) -> Activity:
         if running := self._running:

@@ -83,12 +83,6 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
     return {}
 
 
-def is_live(job: str) -> bool:
-    """Whether the job waits or runs."""
-    state = states([job]).get(job)
-    return state is not None and state not in ENDED
-
-
 def times() -> dict[str, float]:
     """EligibleTime, StartTime, EndTime and the like of the job around this process, in unix seconds, as far
     as known.

@@ -22,7 +22,6 @@ from hpcflow.config import Config, compose, load
 from hpcflow.slurm import client, submission
 
 POLL_SECONDS = 2.0
-LOCAL = "local"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import time
@@ -188,7 +189,7 @@ def own_protocol() -> Any:
 
     def scenario(world: World) -> list[Any]:
         a = world.models.A
-        a.refine("echo", protocol="LAST_RANK")
+        a.primitives["echo"] = dataclasses.replace(a.primitives["echo"], protocol="LAST_RANK")
         batch = a.echo(a.make(rows=7))
         return [equal(batch, 7), [tuple(part) for part in next(iter(batch.columns.values())).owners]]
 
@@ -203,7 +204,7 @@ def breach(kind: str) -> Any:
         a, b = world.models.A, world.models.B
         batch = a.make(rows=6)
         if kind == "swapped ids":
-            b.refine("total", reads=("dense", "sums"))
+            b.primitives["total"] = dataclasses.replace(b.primitives["total"], reads=("dense", "sums"))
             b.total(batch | a.swapped(batch))
         elif kind == "rows":
             a.short(batch)
