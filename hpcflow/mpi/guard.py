@@ -15,7 +15,8 @@ Standard library only and no hpcflow import: one runs beside every rank. A guard
 - appends one JSON line ``{rank, pid, exit, signal, time, host}`` to FILE *before* it ends in the same way as
   its child (``exit`` is null when ``signal`` is not). After a bad end it waits up to S seconds: the process
   manager kills every rank as soon as one ends badly, and the controller should have the time to name the one
-  that did. It ends with the last rank.
+  that did. It ends with the last rank;
+- relays what a rank under Slurm says to its process manager: see `PmiRelay`.
 
 With ``HPCFLOW_FORKSERVER=SOCKET`` in the environment a rank is not started but forked by the server listening
 there, from a process in which torch is already imported (tests/forkserver.py holds the other end): same
@@ -27,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -38,6 +40,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 KILL_LIMIT_S = 30.0
 ORPHANS_EVERY_S = 0.25
+PMI_VALUE_BYTES = 512
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -68,6 +71,41 @@ class ForkedRank:
         return int.from_bytes(answer, "little") if answer else signal.SIGKILL
 
 
+class PmiRelay:
+    """Stands between a rank and Slurm's pmi2 plugin, and tells the rank that values take `PMI_VALUE_BYTES`.
+
+    MPICH's UCX transport publishes 4096 bytes from where its address lies, cut into values as long as the
+    plugin says it takes. Where the memory behind the address holds few zeros, which are packed, the line with
+    the key in front is longer than the 1024 bytes that the plugin reads, and the world fails in MPI_Init.
+    """
+
+    def __init__(self) -> None:
+        self.manager = socket.socket(fileno=int(os.environ["PMI_FD"]))
+        self.own, self.rank = socket.socketpair()
+        self.manager.set_inheritable(False)
+        self.rank.set_inheritable(True)
+        os.environ["PMI_FD"] = str(self.rank.fileno())
+        self.open = [self.own, self.manager]
+
+    def started(self) -> None:
+        """The rank has its end now; its death must be seen here."""
+        self.rank.close()
+
+    def pass_on(self, source: socket.socket) -> None:
+        """One request or answer. The manager's end stays open as long as the guard: closing it would be taken
+        for the rank's death.
+        """
+        try:
+            line = source.recv(1 << 16)
+            if line.startswith(b"cmd=maxes "):
+                line = re.sub(rb"vallen_max=\d+", b"vallen_max=%d" % PMI_VALUE_BYTES, line)
+            (self.own if source is self.manager else self.manager).sendall(line)
+        except OSError:
+            line = b""
+        if not line:
+            self.open = []
+
+
 class Guard:
     """Runs one command; see the module's docstring. ``run()`` does not return: it ends as the command
     ended.
@@ -79,6 +117,7 @@ class Guard:
         self.offset = os.path.getsize(exits) if exits and os.path.exists(exits) else 0
         self.pid = 0
         self.forked: ForkedRank | None = None
+        self.relay: PmiRelay | None = None
         self.ended: tuple[int | None, int | None] | None = None
 
     def run(self) -> None:
@@ -90,14 +129,19 @@ class Guard:
         prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
         if os.getppid() != self.parent:  # it died before prctl
             sys.exit(1)
+        if self.exits and {"PMI_FD", "SLURM_STEP_ID"} <= os.environ.keys():
+            self.relay = PmiRelay()
         server = os.environ.get("HPCFLOW_FORKSERVER")
         if self.exits and server:
             self.forked = ForkedRank(server, self.command)
             self.pid = self.forked.pid
         else:
             self._start()
+        if self.relay:
+            self.relay.started()
         while self.ended is None:
-            self._wait([wake] + ([self.forked.socket] if self.forked else []))
+            sources = [self.forked.socket] if self.forked else []
+            self._wait([wake, *sources, *(self.relay.open if self.relay else ())])
         if self.exits:
             self._record()
         self._kill_descendants()
@@ -145,6 +189,9 @@ class Guard:
                 self._on_signal(number)
         if self.forked and self.forked.socket in ready:
             self.ended = decode(self.forked.wait_status())
+        for source in self.relay.open if self.relay else ():
+            if source in ready:
+                self.relay.pass_on(source)
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:

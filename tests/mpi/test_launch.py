@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcflow.mpi import launch
+from hpcflow.mpi import guard, launch
 from tests.worlds import ROOT, run_world, server
 
 PROGRAMS = "tests.mpi.launch_programs:"
@@ -72,6 +73,40 @@ def test_a_rank_that_ends_before_mpi_does_not_leave_the_others_waiting() -> None
     assert [(each.rank, each.exit) for each in result.exits if each.exit is not None] == [(2, 1)]
 
 
+SPEAKS_PMI = """
+import os, socket
+manager = socket.socket(fileno=int(os.environ["PMI_FD"]))
+for request in b"cmd=get_maxes", b"cmd=put key=a value=vallen_max=1024":
+    manager.sendall(request + b"\\n")
+    print(manager.recv(1024).decode(), end="")
+"""
+
+
+def test_a_rank_under_slurm_cuts_its_values_shorter_than_the_plugin_says(tmp_path: Path) -> None:
+    """The guard changes that answer alone; what else is said passes through it, and the rank's end is seen."""
+    manager, rank = socket.socketpair()
+    environment = {"PMI_FD": str(rank.fileno()), "SLURM_STEP_ID": "0", "PMI_RANK": "0", "PMI_SIZE": "1"}
+    command = [sys.executable, "-I", "-S", guard.__file__, "--exits", str(tmp_path / "exits.jsonl"), "--"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", SPEAKS_PMI],
+        env=environment,
+        pass_fds=[rank.fileno()],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        rank.close()
+        assert manager.recv(1024) == b"cmd=get_maxes\n"
+        manager.sendall(b"cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024\n")
+        assert manager.recv(1024) == b"cmd=put key=a value=vallen_max=1024\n"
+        manager.sendall(b"cmd=put_result rc=0 vallen_max=1024\n")
+        said, _ = process.communicate(timeout=30)
+    assert said.splitlines() == [
+        "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=512",
+        "cmd=put_result rc=0 vallen_max=1024",
+    ]
+    assert process.returncode == 0 and manager.recv(1024) == b""
+
+
 def test_abort_gives_its_code(tmp_path: Path) -> None:
     result = run_world(3, PROGRAMS + "end_badly", {"how": "abort", "who": 1, "folder": str(tmp_path)})
     assert result.rc == 7
@@ -102,7 +137,7 @@ def start_hanging_world(folder: Path, n: int, forked: bool) -> subprocess.Popen:
     }
     program = f"""
 import json, pathlib, sys
-from hpcflow.mpi import launch
+from hpcflow.mpi import guard, launch
 folder = pathlib.Path({str(folder)!r})
 (folder / "call.json").write_text(json.dumps({call!r}))
 environment = launch.rank_environment(1, {{"HPCFLOW_FORKSERVER": {server().socket if forked else ""!r}}})
@@ -150,7 +185,7 @@ def children(parent: int) -> list[int]:
 def test_launch_names_the_first_and_forwards_signals(tmp_path: Path, fork_server: str) -> None:
     program = f"""
 import sys, pathlib
-from hpcflow.mpi import launch
+from hpcflow.mpi import guard, launch
 run = pathlib.Path({str(tmp_path)!r})
 sys.exit(launch.launch(run, 2, launcher="mpiexec", program="tests.mpi.launch_programs"))
 """
