@@ -8,7 +8,7 @@ import functools
 import torch
 
 from hpcflow.config import Config
-from hpcflow.data.columns import Columns, Ragged
+from hpcflow.data.columns import Columns, Ragged, flat
 from hpcflow.data.ids import seed_for
 from hpcflow.data.needs import needs_of
 from hpcflow.data.resolve import resolve
@@ -16,10 +16,11 @@ from hpcflow.data.texts import TextSet
 from hpcflow.data.tokenizers import load_tokenizer
 from hpcflow.workers.collect import COLLECTED, Collector
 from hpcflow.workers.generator import Generator
-from hpcflow.workers.model import Beside, with_loss
+from hpcflow.workers.model import Beside, Heard, with_loss
 from hpcflow.workers.primitive import Context, Output, Primitive, Rows, primitive
 
 ADVANTAGES = ("advantages", "returns", "loss_mask")
+ROLLOUT = "rollout_log_probs"
 
 
 class Actor(Generator):
@@ -48,7 +49,10 @@ class Actor(Generator):
             extra += ("pretrain_ids",)
         update = found["update_actor"]
         new = tuple(name for name in extra if name not in update.reads)
-        found["update_actor"] = dataclasses.replace(update, reads=update.reads + new)
+        optional = update.optional
+        if algorithm.old_log_probs == "rollout" and ROLLOUT not in update.reads + optional:
+            optional += (ROLLOUT,)
+        found["update_actor"] = dataclasses.replace(update, reads=update.reads + new, optional=optional)
         return found
 
     @primitive("3D_PROTO", reads=("prompt_ids", "response_ids"), writes=("old_log_probs",))
@@ -86,14 +90,23 @@ class Actor(Generator):
     @primitive("3D_PROTO", reads=("prompt_ids", "response_ids", "loss_mask"), kind="advancing")
     def update_actor(self, rows: Rows) -> dict[str, float]:
         """One update by the configured policy loss, beside it the pretraining loss if it counts; the weight
-        version is one higher afterwards, and the state is what its function makes of this batch."""
+        version is one higher afterwards, and the state is what its function makes of this batch.
+
+        With ``algorithm.old_log_probs=rollout`` nothing else computes the training engine's log-probs of the
+        samples: the gap between the engines is that of the first mini-batch's counted tokens, before a step.
+        """
         algorithm = self.config.algorithm
         beside: list[Beside] = []
         if "pretrain_ids" in rows.columns:
             pretrain = algorithm.pretrain
             columns = _as_response(rows["pretrain_ids"])
             beside.append(("pretrain", columns, pretrain.function, pretrain.coef))
-        metrics = self.update(rows, algorithm.policy_loss, beside)
+        compares = algorithm.old_log_probs == "rollout" and ROLLOUT in rows.columns
+        heard: list[Heard] = []
+        metrics = self.update(rows, algorithm.policy_loss, beside, heard if compares else None)
+        if compares:
+            differences = [(new - flat(part[ROLLOUT]))[flat(part["loss_mask"])] for new, part in heard]
+            metrics |= self.gap(torch.cat([torch.empty(0), *differences]))
         if algorithm.state is not None:
             call = algorithm.state
             self.state = resolve(call.function)(self.state, rows.ids, rows.columns, self.gather, **call.args)

@@ -200,10 +200,8 @@ class Generator(Network):
             self._refresh()
 
     def _with_log_probs(self, rows: Rows, columns: Columns, recompute: bool) -> Output:
-        """``columns`` with old_log_probs; by the training engine also the gap between the engines, as a
-        metric.
+        """``columns`` with old_log_probs; by the training engine also the `gap` between the engines.
 
-        The gap is |old - rollout log-prob| per sampled token, its mean and its largest value over all ranks.
         With top_p or top_k it also holds what renormalising the truncated distribution adds.
         """
         rollout = columns["rollout_log_probs"]
@@ -213,13 +211,19 @@ class Generator(Network):
         with self.context.span("log-probs"):
             old = self.engine.log_probs({**columns, "prompt_ids": rows["prompt_ids"]})
         columns["old_log_probs"] = old
-        gap = (old.values - rollout.values)[columns["loss_mask"].values].abs()
-        largest = torch.cat(self.gather(gap.max()[None] if len(gap) else gap[:0]))
-        facts = {
+        facts = self.gap((old.values - rollout.values)[columns["loss_mask"].values])
+        return Output(columns, value=facts | (self._recovered() or {}))
+
+    def gap(self, difference: torch.Tensor) -> dict[str, float]:
+        """How far training and generation engine are apart: the mean of |``difference``| and its largest value
+        over all ranks, as metrics. ``difference``: of the log-probs of this rank's sampled tokens, float32
+        [n]."""
+        gap = difference.abs()
+        largest = torch.cat(self.gather(gap.max()[None] if len(gap) else gap))
+        return {
             "rollout_gap": self.mean(gap),
             "rollout_gap_max": float(largest.max()) if len(largest) else 0.0,
         }
-        return Output(columns, value=facts | (self._recovered() or {}))
 
     def _recovered(self) -> dict[str, float] | None:
         """A metric for the record when an engine of the call at hand was rebuilt."""

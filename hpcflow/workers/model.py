@@ -29,6 +29,8 @@ from hpcflow.workers.primitive import Context, Primitive, Rows, primitive
 STATE = "state.json"
 Beside = tuple[str, Columns, str, float]
 """A further term of a loss: name of its metric, columns, dotted path of the loss per token, weight."""
+Heard = tuple[torch.Tensor, Columns]
+"""What a loss was called with: predictions float32 [response tokens], and their rows."""
 
 
 class Model:
@@ -104,12 +106,17 @@ class Network(Model):
 
     # -- learning
 
-    def update(self, rows: Rows, loss: Loss, beside: Sequence[Beside] = ()) -> dict[str, float]:
+    def update(
+        self, rows: Rows, loss: Loss, beside: Sequence[Beside] = (), heard: list[Heard] | None = None
+    ) -> dict[str, float]:
         """One update: ``epochs`` passes over the batch in global mini-batches. Returns the mean of their metrics.
 
-        ``beside``: further terms of the loss, over columns with the same rows in the same mini-batches.
+        ``beside``: further terms of the loss, over columns with the same rows in the same mini-batches. ``heard``: a
+        list that gets what the model predicted for this rank's part of the first mini-batch, before any step.
         """
         function, chosen = functools.partial(resolve(loss.function), **loss.args), self._mini_batches(rows)
+        if heard is not None:
+            function = _overheard(function, heard, len(chosen[0]))
         terms = [Term(name, columns, chosen, resolve(path), weight=weight) for name, columns, path, weight in beside]
         steps = self.engine.train(rows.columns, chosen, function, loss.agg, terms)
         names = sorted({name for step in steps for name in step})
@@ -197,6 +204,17 @@ class Network(Model):
     def memory(self, rows: Rows) -> dict[str, int]:
         """Bytes on this rank."""
         return self.engine.nbytes()
+
+
+def _overheard(loss: Callable, heard: list[Heard], rows: int) -> Callable:
+    """``loss``, whose arguments are appended to ``heard`` until those hold ``rows`` rows."""
+
+    def listening(predictions: torch.Tensor, part: Columns) -> Any:
+        if sum(len(each["loss_mask"]) for _, each in heard) < rows:
+            heard.append((predictions.detach(), part))
+        return loss(predictions, part)
+
+    return listening
 
 
 def with_loss(found: dict[str, Primitive], name: str, loss: Loss, needs: Callable[[str], Any]) -> dict[str, Primitive]:
