@@ -4,68 +4,113 @@ state."""
 from __future__ import annotations
 
 from hpcflow.config import Config
-from hpcflow.dotted import columns_read, models_called, signature
+from hpcflow.dotted import columns_read, methods_called, models_called, signature, undecorated
 from hpcflow.estimate import Facts
-from hpcflow.schema import Problem, Problems
+from hpcflow.schema import Problem, Problems, nearest
 
-GENERATED = (
-    *("prompt_ids", "record", "response_ids", "rollout_log_probs", "old_log_probs", "truncated", "loss_mask"),
-    *("greedy_ids", "pretrain_ids", "pretrain_loss", "advantages", "returns", "kl", "cost_returns"),
-)
-WRITES = {
-    "actor": GENERATED,
-    "critic": ("values",),
-    "cost_critic": ("cost_values",),
-    "reference": ("ref_log_probs",),
-    "reward": ("reward", "reward_ok", "reward_error", "baseline", "baseline_ok"),
-    "cost": ("cost", "cost_ok", "cost_error"),
-    "tool": ("observation_ids", "observation_error"),
+SAMPLED = ("response_ids", "rollout_log_probs", "old_log_probs", "truncated", "loss_mask")
+REWARDED = ("reward", "reward_ok", "reward_error", "reward_attempts")
+WRITES: dict[str, dict[str, tuple[str, ...]]] = {
+    "actor": {
+        "load_prompts": ("prompt_ids", "record"),
+        "generate_sequences": SAMPLED,
+        "continue_sequences": SAMPLED,
+        "generate_greedy": ("greedy_ids",),
+        "compute_log_prob": ("old_log_probs",),
+        "compute_advantages": ("advantages", "returns", "loss_mask", "kl", "cost_returns"),
+        "compute_loss": ("pretrain_ids", "pretrain_loss"),
+        "keep_groups": (),
+        "take_groups": ("prompt_ids", "record", *SAMPLED, *REWARDED),
+        "update_actor": (),
+    },
+    "critic": {"compute_values": ("values",), "update_critic": ()},
+    "cost_critic": {"compute_values": ("cost_values",), "update_critic": ()},
+    "reference": {"compute_log_prob": ("ref_log_probs",)},
+    "reward": {"compute_reward": REWARDED, "compute_baseline": ("baseline", "baseline_ok")},
+    "cost": {"compute_cost": ("cost", "cost_ok", "cost_error", "cost_attempts")},
+    "tool": {
+        "observe": ("observation_ids", "observation_error"),
+        "write_prompts": ("prompt_ids", "record"),
+    },
 }
-"""Columns that a worker can make."""
+"""Methods of each worker that a dataflow may call, and the columns that they can make."""
 GROUPS = "hpcflow.algorithms.group_advantages:"
 
 
 def _called(config: Config, facts: Facts) -> Problems:
-    """Every model that the dataflow calls is among those of the algorithm."""
+    """Every model that the dataflow calls is among those of the algorithm, and has that method."""
     algorithm = config.algorithm
-    for name in models_called(algorithm.function):
-        if name not in algorithm.models:
-            works = [*algorithm.models, name]
+    function, models = algorithm.function, algorithm.models
+    for name in models_called(function):
+        if name not in models and name in config.models:
+            works = f"algorithm.models=[{', '.join([*models, name])}]"
+            yield Problem("algorithm.models", models, f"{function} calls {name}", works)
+        elif name not in models:
             yield Problem(
-                "algorithm.models",
-                algorithm.models,
-                f"{algorithm.function} calls {name}",
-                f"algorithm.models=[{', '.join(works)}]",
+                "algorithm.function", function, f"calls {name}, which is no model", f"m.{nearest(name, models)}"
+            )
+    for name, method in methods_called(function)[0]:
+        known = WRITES.get(config.models[name].worker) if name in config.models else None
+        if known is not None and method not in known:
+            yield Problem(
+                "algorithm.function",
+                function,
+                f"calls {name}.{method}, which a model of kind {config.models[name].worker} does not have",
+                f"m.{name}.{nearest(method, known)}",
             )
 
 
 def _columns(config: Config, facts: Facts) -> Problems:
-    """What the advantage and the losses read is made by some model, as far as hpcflow knows the workers."""
+    """What the advantage and the losses read is made by a method that the dataflow calls, as far as hpcflow
+    knows the workers."""
     algorithm = config.algorithm
-    workers = [config.models[name].worker for name in algorithm.models if name in config.models]
-    if any(worker not in WRITES for worker in workers):
+    workers = {name: config.models[name].worker for name in algorithm.models if name in config.models}
+    if any(worker not in WRITES for worker in workers.values()):
         return
-    made = {column for worker in workers for column in WRITES[worker]}
+    called, complete = methods_called(algorithm.function)
+    made = {"prompt_ids", "record"}
+    for name, worker in workers.items():
+        for method, columns in WRITES[worker].items():
+            if (name, method) in called or not complete:
+                made.update(columns)
     calls = {"advantage": algorithm.advantage, "policy_loss": algorithm.policy_loss, "state": algorithm.state}
-    if any(
-        config.models[name].worker in ("critic", "cost_critic")
-        for name in algorithm.models
-        if name in config.models
-    ):
+    if not {"critic", "cost_critic"}.isdisjoint(workers.values()):
         calls["value_loss"] = algorithm.value_loss
     for key, call in calls.items():
-        for column in (columns_read(call.function) or ()) if call else ():
-            if column not in made:
-                maker = next((worker for worker, writes in WRITES.items() if column in writes), None)
-                known = [name for name, spec in config.models.items() if spec.worker == maker]
-                yield Problem(
-                    f"algorithm.{key}.function",
-                    call.function,
-                    f"reads column {column}, which none of the models {', '.join(algorithm.models)} makes",
-                    f"algorithm.models=[{', '.join([*algorithm.models, (known or [maker or column])[0]])}], "
-                    f"called by the dataflow",
-                )
-                break
+        missing = [column for column in (columns_read(call.function) or ()) if column not in made] if call else []
+        if missing:
+            why, works = _maker(config, missing[0])
+            yield Problem(
+                f"algorithm.{key}.function", call.function, f"reads column {missing[0]}, which {why}", works
+            )
+        if call and undecorated(call.function):
+            yield Problem(
+                f"algorithm.{key}.function",
+                call.function,
+                "does not say which columns it reads",
+                "@hpcflow.data.needs.reads('reward', 'loss_mask') above it, say",
+            )
+
+
+def _maker(config: Config, column: str) -> tuple[str, str]:
+    """(why there is no such column, what to do)."""
+    algorithm = config.algorithm
+    makers = {
+        worker: method for worker, methods in WRITES.items() for method in methods if column in methods[method]
+    }
+    known = [name for name, spec in config.models.items() if spec.worker in makers]
+    there = next((name for name in known if name in algorithm.models), None)
+    if there is not None:
+        method = makers[config.models[there].worker]
+        return (
+            f"{there}.{method} makes, but {algorithm.function} does not call it",
+            f"batch |= m.{there}.{method}(batch) before",
+        )
+    models = [*algorithm.models, (known or list(makers) or [column])[0]]
+    return (
+        f"none of the models {', '.join(algorithm.models)} makes",
+        f"algorithm.models=[{', '.join(models)}], called by the dataflow",
+    )
 
 
 def _groups(config: Config, facts: Facts) -> Problems:
@@ -113,7 +158,7 @@ def _state(config: Config, facts: Facts) -> Problems:
         return
     try:
         found = signature(advantage.function)
-    except (ValueError, ImportError, SyntaxError):
+    except ValueError:
         return  # reported with the other functions
     for name in state.initial:
         if found is not None and name not in found.accepted and not found.any_keyword:

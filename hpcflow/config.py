@@ -145,6 +145,8 @@ class ModelSpec:
     """Seconds that one reward call may take."""
     processes: int = option(2, low=1, high=1024)
     """Processes a rank that compute rewards."""
+    retries: int = option(1, low=0, high=100)
+    """Times that a call is made again which raised, took too long or whose process ended."""
     max_error_rate: float = option(0.1, low=0.0, high=1.0)
     """Part of an iteration's reward calls that may fail before the run stops."""
     limit: float | None = option(None)
@@ -412,7 +414,7 @@ def load(path: Path | str) -> Config:
     return from_dict(tree)
 
 
-UNHASHED = {"processes", "timeout_s", "max_error_rate", "eval", "eval_prompts"}
+UNHASHED = {"processes", "timeout_s", "retries", "max_error_rate", "eval", "eval_prompts"}
 """Keys of models and data that change how, or what else, is computed, but not what is trained."""
 
 SUBMITTED = re.compile(r"/\S*/code/hpcflow/_share/configs(?=/)")

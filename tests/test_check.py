@@ -483,7 +483,7 @@ def test_columns_the_check_knows_are_those_the_workers_declare():
     assert set(WRITES) == set(declared)
     for name in ("critic", "reference", "reward", "cost"):
         assert set(WRITES[name]) == declared[name]
-    handed_on = {"reward", "reward_ok", "reward_error"}  # by dynamic sampling: others make them
+    handed_on = {"reward", "reward_ok", "reward_error", "reward_attempts"}  # by others; dynamic sampling
     configured = {"kl", "cost_returns"}  # by the advantage that a config names
     assert set(WRITES["actor"]) - configured == declared["actor"] - handed_on
     assert set(WRITES["tool"]) == declared["tool"] - {"prompt_ids", "record"}

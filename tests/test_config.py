@@ -187,6 +187,7 @@ SAME = [
     "name=other",
     "run.keep=5",
     "models.reward.timeout_s=3",
+    "models.reward.retries=0",
     "data.eval_prompts=3",
     "data.eval=null",
     "cluster.threads_per_rank=2",

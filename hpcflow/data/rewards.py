@@ -2,6 +2,10 @@
 
 A function that raises, hangs, ends its process or returns no finite number costs its own sample only: that
 sample is marked with the error, the process is replaced if need be, and all others get their rewards.
+
+A call that gave no result, because it raised, took too long or its process ended, may have met something that
+passes, so it is made again, after all that wait (after a hang or a crash in another process: the old one is
+gone). A result that is no finite number is a result, and would come again.
 """
 
 from __future__ import annotations
@@ -101,6 +105,29 @@ def prepare() -> None:
         _server = _Server()
 
 
+class _Calls:
+    """The calls of one batch of ``count`` samples: which wait, how often each was made, what came of it."""
+
+    def __init__(self, count: int, retries: int) -> None:
+        self.retries = retries
+        self.waiting = deque(range(count))
+        self.attempts = [0] * count
+        self.answers: dict[int, Answer] = {}
+
+    def next(self) -> int:
+        """A waiting sample, whose call is now made."""
+        sample = self.waiting.popleft()
+        self.attempts[sample] += 1
+        return sample
+
+    def failed(self, sample: int, error: str) -> None:
+        """The call gave no result."""
+        if self.attempts[sample] <= self.retries:
+            self.waiting.append(sample)
+        else:
+            self.answers[sample] = (None, error)
+
+
 @dataclass(eq=False)
 class _Process:
     """A verifier process: starting (not ready), idle (no sample) or at work."""
@@ -113,7 +140,8 @@ class _Process:
 
 
 class VerifierPool:
-    """``processes`` processes that call a reward function, each call for at most ``timeout_s`` seconds.
+    """``processes`` processes that call a reward function, each call for at most ``timeout_s`` seconds, and
+    at most ``retries`` times again where it gives no result.
 
     function: dotted path of f(prompt: str, response: str, record: dict, **args) -> float (``returns="text"``:
     -> str), see `hpcflow.data.verifiers`. ValueError when it cannot be imported. Calls `prepare` if nobody
@@ -126,14 +154,15 @@ class VerifierPool:
         *,
         processes: int,
         timeout_s: float,
+        retries: int = 0,
         args: dict[str, Any] | None = None,
         returns: str = "number",
     ) -> None:
-        assert processes >= 1 and timeout_s > 0 and returns in wire.RETURNS
+        assert processes >= 1 and timeout_s > 0 and retries >= 0 and returns in wire.RETURNS
         prepare()
         self.server = _server
         self.function, self.args, self.timeout_s = function, dict(args or {}), timeout_s
-        self.returns = returns
+        self.retries, self.returns = retries, returns
         self.processes = [self._start() for _ in range(processes)]
         self.failed_starts = 0  # in a row
         first = self.processes[0]
@@ -146,34 +175,37 @@ class VerifierPool:
             self.close()
             raise ValueError(f"function {function!r} cannot be used: {error}")
 
-    def score(self, samples: Sequence[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    def score(
+        self, samples: Sequence[dict[str, Any]]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[str], torch.Tensor]:
         """Rewards of samples {"prompt": str, "response": str, "record": dict}, in their order.
 
-        (reward float32 [n], ok bool [n], errors): where ok is false the reward is 0 and the error says what
-        happened; elsewhere the error is "". RuntimeError when no verifier process can be started any more.
+        (reward float32 [n], ok bool [n], errors, attempts int32 [n]): where ok is false the reward is 0 and
+        the error says what happened last; elsewhere it is "". ``attempts``: how often the call was made.
+        RuntimeError when no verifier process can be started any more.
         """
-        answers, errors = self.call(samples)
+        answers, errors, attempts = self.call(samples)
         ok = torch.tensor([not error for error in errors], dtype=torch.bool)
         rewards = [0.0 if error else answer for answer, error in zip(answers, errors, strict=True)]
-        return torch.tensor(rewards, dtype=torch.float32), ok, errors
+        made = torch.tensor(attempts, dtype=torch.int32)
+        return torch.tensor(rewards, dtype=torch.float32), ok, errors, made
 
-    def call(self, samples: Sequence[dict[str, Any]]) -> tuple[list[Any], list[str]]:
-        """(what the function returned or None, error or "") of each sample; see `score`."""
-        results: dict[int, Answer] = {}
-        waiting = deque(range(len(samples)))
+    def call(self, samples: Sequence[dict[str, Any]]) -> tuple[list[Any], list[str], list[int]]:
+        """(what the function returned or None, error or "", attempts) of each sample; see `score`."""
+        calls = _Calls(len(samples), self.retries)
         try:
-            while len(results) < len(samples):
-                self._hand_out(samples, waiting)
+            while len(calls.answers) < len(samples):
+                self._hand_out(samples, calls)
                 busy = [p for p in self.processes if p.sample is not None or not p.ready]
                 for process in self._wait(busy, min(p.deadline for p in busy)):
-                    self._hear(process, results)
+                    self._hear(process, calls)
                 for process in [p for p in busy if p in self.processes and p.deadline <= time.monotonic()]:
-                    self._give_up(process, results)
+                    self._give_up(process, calls)
         finally:
             for process in [p for p in self.processes if p.sample is not None]:  # an exception, an interrupt
                 self._replace(process, grace=0.0)
-        answers = [results[i] for i in range(len(samples))]
-        return [answer for answer, _ in answers], [error for _, error in answers]
+        answers = [calls.answers[i] for i in range(len(samples))]
+        return [answer for answer, _ in answers], [error for _, error in answers], calls.attempts
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -193,21 +225,21 @@ class VerifierPool:
         connection.settimeout(self.timeout_s)  # for a reply that stops half way
         return _Process(pid, connection, deadline=time.monotonic() + START_S)
 
-    def _hand_out(self, samples: Sequence[dict[str, Any]], waiting: deque[int]) -> None:
+    def _hand_out(self, samples: Sequence[dict[str, Any]], calls: _Calls) -> None:
         """Give waiting samples to idle processes."""
-        idle = [p for p in self.processes if p.ready and p.sample is None][: len(waiting)]
+        idle = [p for p in self.processes if p.ready and p.sample is None][: len(calls.waiting)]
         for process in self._wait(idle, 0.0):  # an idle process says nothing: it has ended
             self._replace(process, grace=1.0)
             idle.remove(process)
         for process in idle:
-            process.sample = waiting.popleft()
+            process.sample = calls.next()
             process.deadline = time.monotonic() + self.timeout_s
             try:
                 wire.send(process.connection, {"sample": process.sample, **samples[process.sample]})
             except OSError:
                 pass  # it has just ended; the end of its stream will be read
 
-    def _hear(self, process: _Process, results: dict[int, Answer]) -> None:
+    def _hear(self, process: _Process, calls: _Calls) -> None:
         """Take what a starting or working process has to say."""
         if not process.ready:
             error = self._start_error(process)
@@ -220,19 +252,20 @@ class VerifierPool:
             reply = wire.receive(process.connection)
         except (OSError, ValueError):
             reply = None
-        if reply is not None and reply.get("sample") == process.sample:
-            results[process.sample] = (reply.get("value"), reply.get("error", ""))
-            process.sample = None
+        sample, process.sample = process.sample, None
+        if reply is None or reply.get("sample") != sample:
+            calls.failed(sample, f"the verifier's process ended: {self._replace(process, grace=1.0)}")
+        elif "raised" in reply:
+            calls.failed(sample, reply["raised"])
         else:
-            sample = process.sample
-            results[sample] = (None, f"the verifier's process ended: {self._replace(process, grace=1.0)}")
+            calls.answers[sample] = (reply.get("value"), reply.get("error", ""))
 
-    def _give_up(self, process: _Process, results: dict[int, Answer]) -> None:
+    def _give_up(self, process: _Process, calls: _Calls) -> None:
         """A process is over its time."""
         if not process.ready:
             self._failed_start(process, f"no start within {START_S:g} s")
             return
-        results[process.sample] = (None, f"no answer within {self.timeout_s:g} s")
+        calls.failed(process.sample, f"no answer within {self.timeout_s:g} s")
         self._replace(process, grace=0.0)
 
     def _start_error(self, process: _Process) -> str:

@@ -133,7 +133,8 @@ def _verifier(
     path: list[str],
     returns: str,
 ) -> NoReturn:
-    """A verifier process: says {"ready": true} or {"error"}, then answers samples until the socket closes."""
+    """A verifier process: says {"ready": true} or {"error"}, then answers samples until the socket closes:
+    {"value"}, {"raised"} by the function, or {"error"} of what it returned."""
     os.setsid()  # a group of its own, so that whatever it starts can be killed with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with(server, signal.SIGKILL)
@@ -153,11 +154,13 @@ def _verifier(
         os._exit(1)
     send(connection, {"ready": True})
     while (sample := receive(connection)) is not None:
+        what = "raised"
         try:
             found = verify(sample["prompt"], sample["response"], sample["record"], **args)
+            what = "error"
             reply = {"value": RETURNS[returns](found)}
         except BaseException as error:
-            reply = {"error": describe(error)}
+            reply = {what: describe(error)}
         if os.getpid() != me:  # the function forked, and this is the copy
             os._exit(0)
         send(connection, reply | {"sample": sample["sample"]})

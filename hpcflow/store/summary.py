@@ -17,6 +17,7 @@ def summarise(columns: Columns, facts: dict[str, Any]) -> dict[str, float]:
                         error of that mean (from two samples on, draws counted as independent)
     reward_samples      how many those are
     reward_error_rate   share of samples whose reward failed
+    reward_retry_rate   share of samples whose reward was asked for more than once
     kl                  mean of column "kl" over response tokens that count (loss_mask)
     response_length     mean tokens per response
     truncated_rate      share of responses cut off at the token limit
@@ -28,6 +29,8 @@ def summarise(columns: Columns, facts: dict[str, Any]) -> dict[str, float]:
         if "reward_ok" in columns:
             metrics["reward_error_rate"] = 1 - columns["reward_ok"].double().mean().item()
             rewards = rewards[columns["reward_ok"]]
+        if "reward_attempts" in columns:
+            metrics["reward_retry_rate"] = (columns["reward_attempts"] > 1).double().mean().item()
         metrics["reward_samples"] = float(len(rewards))
         if len(rewards) > 0:
             metrics["reward"] = rewards.mean().item()

@@ -14,7 +14,7 @@ from hpcflow.workers.primitive import Output, Rows
 
 COLLECTED = (
     *("prompt_ids", "record", "response_ids", "rollout_log_probs", "old_log_probs", "truncated", "loss_mask"),
-    *("reward", "reward_ok", "reward_error"),
+    *("reward", "reward_ok", "reward_error", "reward_attempts"),
 )
 """Columns that are kept."""
 

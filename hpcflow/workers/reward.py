@@ -32,7 +32,11 @@ class Scorer(Model):
         if spec.function:
             self.tokenizer = load_tokenizer(policy_path(config), config.trust_remote_code)
             self.verifiers = VerifierPool(
-                spec.function, processes=spec.processes, timeout_s=spec.timeout_s, args=spec.args
+                spec.function,
+                processes=spec.processes,
+                timeout_s=spec.timeout_s,
+                retries=spec.retries,
+                args=spec.args,
             )
         else:
             join_pool(context)
@@ -42,12 +46,14 @@ class Scorer(Model):
                 trust_remote_code=config.trust_remote_code,
             )
 
-    def score(self, rows: Rows, responses: Column) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-        """(score float32 [rows], ok bool [rows], errors) of ``responses`` to the rows' prompts; 0 where not
-        ok."""
+    def score(
+        self, rows: Rows, responses: Column
+    ) -> tuple[torch.Tensor, torch.Tensor, list[str], torch.Tensor]:
+        """(score float32 [rows], ok bool [rows], errors, attempts int32 [rows]) of ``responses`` to the rows'
+        prompts; score 0 where not ok."""
         if self.verifiers:
             samples = as_samples(self.tokenizer, rows["record"], responses)
-            found, ok, errors = self.verifiers.score(samples)
+            found, ok, errors, attempts = self.verifiers.score(samples)
         else:
             found = self.network.scores({"prompt_ids": rows["prompt_ids"], "response_ids": responses})
             ok = torch.isfinite(found)
@@ -55,8 +61,9 @@ class Scorer(Model):
                 "" if good else f"the model gave {x}" for good, x in zip(ok, found.tolist(), strict=True)
             ]
             found = torch.where(ok, found, 0.0)
+            attempts = torch.ones(len(ok), dtype=torch.int32)
         check_rate(self, ok, errors)
-        return found, ok, errors
+        return found, ok, errors, attempts
 
     def close(self) -> None:
         if self.verifiers:
@@ -69,13 +76,15 @@ class Reward(Scorer):
     @primitive(
         "DP_PROTO",
         reads=("prompt_ids", "response_ids", "record"),
-        writes=("reward", "reward_ok", "reward_error"),
+        writes=("reward", "reward_ok", "reward_error", "reward_attempts"),
         kind="replayable",
     )
     def compute_reward(self, rows: Rows) -> Columns:
-        """Reward of each response; where ``reward_ok`` is false it is 0 and ``reward_error`` says why."""
-        reward, ok, errors = self.score(rows, rows["response_ids"])
-        return {"reward": reward, "reward_ok": ok, "reward_error": text_column(errors)}
+        """Reward of each response; where ``reward_ok`` is false it is 0 and ``reward_error`` says why.
+        ``reward_attempts`` (int32): how often it was asked for."""
+        reward, ok, errors, attempts = self.score(rows, rows["response_ids"])
+        said = text_column(errors)
+        return {"reward": reward, "reward_ok": ok, "reward_error": said, "reward_attempts": attempts}
 
     @primitive(
         "DP_PROTO",
@@ -85,7 +94,7 @@ class Reward(Scorer):
     )
     def compute_baseline(self, rows: Rows) -> Columns:
         """Reward of each greedy response, for an advantage that is relative to it."""
-        baseline, ok, _ = self.score(rows, rows["greedy_ids"])
+        baseline, ok, *_ = self.score(rows, rows["greedy_ids"])
         return {"baseline": baseline, "baseline_ok": ok}
 
 
@@ -96,13 +105,15 @@ class Cost(Scorer):
     @primitive(
         "DP_PROTO",
         reads=("prompt_ids", "response_ids", "record"),
-        writes=("cost", "cost_ok", "cost_error"),
+        writes=("cost", "cost_ok", "cost_error", "cost_attempts"),
         kind="replayable",
     )
     def compute_cost(self, rows: Rows) -> Output:
-        """Cost of each response; where ``cost_ok`` is false it is 0 and ``cost_error`` says why."""
-        cost, ok, errors = self.score(rows, rows["response_ids"])
-        columns: Columns = {"cost": cost, "cost_ok": ok, "cost_error": text_column(errors)}
+        """Cost of each response; where ``cost_ok`` is false it is 0 and ``cost_error`` says why.
+        ``cost_attempts`` (int32): how often it was asked for."""
+        cost, ok, errors, attempts = self.score(rows, rows["response_ids"])
+        said = text_column(errors)
+        columns: Columns = {"cost": cost, "cost_ok": ok, "cost_error": said, "cost_attempts": attempts}
         return Output(columns, value={"mean": self.mean(cost[ok])})
 
 

@@ -23,7 +23,12 @@ class Tool(Model):
         self.tokenizer = load_tokenizer(policy_path(config), config.trust_remote_code)
         spec = self.spec
         self.processes = VerifierPool(
-            spec.function, processes=spec.processes, timeout_s=spec.timeout_s, args=spec.args, returns="text"
+            spec.function,
+            processes=spec.processes,
+            timeout_s=spec.timeout_s,
+            retries=spec.retries,
+            args=spec.args,
+            returns="text",
         )
 
     @primitive(
@@ -66,7 +71,7 @@ class Tool(Model):
 
     def _call(self, rows: Rows) -> tuple[list[str], list[str]]:
         """(texts, errors)."""
-        answers, errors = self.processes.call(
+        answers, errors, _ = self.processes.call(
             as_samples(self.tokenizer, rows["record"], rows["response_ids"])
         )
         check_rate(self, torch.tensor([not error for error in errors], dtype=torch.bool), errors)

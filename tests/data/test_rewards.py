@@ -30,14 +30,14 @@ def pool():
 
 
 def test_values_in_order(pool):
-    reward, ok, errors = pool.score(samples(*(f"number {i / 8}" for i in range(100))))
+    reward, ok, errors, *_ = pool.score(samples(*(f"number {i / 8}" for i in range(100))))
     assert reward.dtype == torch.float32 and ok.dtype == torch.bool
     assert torch.equal(reward, torch.arange(100) / 8)
     assert ok.all() and errors == [""] * 100
 
 
 def test_no_samples(pool):
-    reward, ok, errors = pool.score([])
+    reward, ok, errors, *_ = pool.score([])
     assert reward.shape == ok.shape == (0,) and errors == []
 
 
@@ -61,32 +61,32 @@ def test_no_samples(pool):
     ],
 )
 def test_a_failure_costs_its_own_sample_only(pool, response, error):
-    reward, ok, errors = pool.score(samples("number 1", response, "number 2", "number 3"))
+    reward, ok, errors, *_ = pool.score(samples("number 1", response, "number 2", "number 3"))
     assert ok.tolist() == [True, False, True, True]
     assert reward.tolist() == [1, 0, 2, 3]
     assert error in errors[1] and [errors[i] for i in (0, 2, 3)] == [""] * 3
-    again, ok, _ = pool.score(samples(*["number 4"] * 6))
+    again, ok, *_ = pool.score(samples(*["number 4"] * 6))
     assert ok.all() and again.tolist() == [4] * 6
 
 
 def test_accepted_types_and_harmless_noise(pool):
-    reward, ok, errors = pool.score(samples("numpy 0.5", "bool True", "bool False", "print", "stdin"))
+    reward, ok, errors, *_ = pool.score(samples("numpy 0.5", "bool True", "bool False", "print", "stdin"))
     assert ok.all(), errors
     assert reward.tolist() == [0.5, 1, 0, 3, 0]
 
 
 def test_error_text_is_bounded(pool):
-    _, ok, errors = pool.score(samples("long_error"))
+    _, ok, errors, *_ = pool.score(samples("long_error"))
     assert not ok[0] and 1000 < len(errors[0]) < 3000
 
 
 def test_all_samples_fail(pool):
-    _, ok, errors = pool.score(samples(*["exit 1"] * 9))
+    _, ok, errors, *_ = pool.score(samples(*["exit 1"] * 9))
     assert not ok.any() and all("exit code 1" in error for error in errors)
 
 
 def test_a_function_that_forks_answers_once(pool):
-    reward, ok, _ = pool.score(samples("fork", *["number 2"] * 5))
+    reward, ok, *_ = pool.score(samples("fork", *["number 2"] * 5))
     assert ok.all() and reward.tolist() == [7, 2, 2, 2, 2, 2]
 
 
@@ -104,12 +104,25 @@ def test_processes_have_no_torch(pool):
 def test_hanging_calls_are_killed_with_what_they_started(tmp_path):
     note = tmp_path / "pids"
     with VerifierPool(ACT, processes=2, timeout_s=2) as pool:
-        reward, ok, errors = pool.score(samples("sleep", "number 1", f"spawn {note}", "number 2", "sleep"))
+        reward, ok, errors, *_ = pool.score(samples("sleep", "number 1", f"spawn {note}", "number 2", "sleep"))
         assert ok.tolist() == [False, True, False, True, False]
         assert reward.tolist() == [0, 1, 0, 2, 0]
         assert [errors[i] for i in (0, 2, 4)] == ["no answer within 2 s"] * 3
         wait_until_gone(note)
         assert pool.score(samples("number 5"))[0].tolist() == [5]
+
+
+def test_calls_without_a_result_are_made_again_a_bounded_number_of_times(tmp_path):
+    actions = ["1 raise x", "2 exit 3", "1 sleep", "9 segfault", "9 nan", "0 sleep"]
+    files = [tmp_path / str(i) for i in range(len(actions))]
+    with VerifierPool(ACT, processes=2, timeout_s=1, retries=2) as pool:
+        said = samples(*(f"at_first {file} {action}" for file, action in zip(files, actions, strict=True)))
+        reward, ok, errors, attempts = pool.score(said)
+        assert pool.score(samples("number 2"))[0].tolist() == [2]
+    assert attempts.dtype == torch.int32 and attempts.tolist() == [2, 3, 2, 3, 1, 1]
+    assert [file.stat().st_size for file in files] == attempts.tolist()
+    assert ok.tolist() == [True, True, True, False, False, True] and reward.tolist() == [1, 1, 1, 0, 0, 1]
+    assert "killed by SIGSEGV" in errors[3] and "returned nan" in errors[4] and not any(errors[:3])
 
 
 def test_a_process_killed_between_calls_costs_nothing():
@@ -119,7 +132,7 @@ def test_a_process_killed_between_calls_costs_nothing():
         assert (
             pool._wait(pool.processes, time.monotonic() + 30) == pool.processes
         )  # the end of its stream is there
-        reward, ok, errors = pool.score(samples("number 2"))
+        reward, ok, errors, *_ = pool.score(samples("number 2"))
         assert ok.all() and reward.tolist() == [2], errors
 
 

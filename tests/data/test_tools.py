@@ -36,7 +36,7 @@ def shout(prompt, response, record):
 def test_a_pool_for_texts():
     samples = [{"prompt": "", "response": word, "record": {}} for word in ("a", "fail", "number", "ä")]
     with VerifierPool("tests.data.test_tools:shout", processes=2, timeout_s=20, returns="text") as pool:
-        answers, errors = pool.call(samples)
+        answers, errors, _ = pool.call(samples)
     assert [answers[0], answers[3]] == ["A", "Ä"] and errors[0] == errors[3] == ""
     assert "ValueError: no" in errors[1] and "not a text" in errors[2]
 

@@ -82,7 +82,7 @@ def test_in_a_pool():
     record = ReasoningGymRecords("reasoning_gym:chain_sum?size=5&seed=3")[2]
     samples = [{"prompt": "", "response": text, "record": record} for text in (record["answer"], "?")]
     with VerifierPool("hpcflow.data.verifiers:reasoning_gym", processes=1, timeout_s=60) as pool:
-        reward, ok, _ = pool.score([*samples, {**samples[0], "record": {}}])
+        reward, ok, *_ = pool.score([*samples, {**samples[0], "record": {}}])
         assert reward.tolist() == [1, 0, 0] and ok.tolist() == [True, True, False]
     with VerifierPool("hpcflow.data.verifiers:vader_sentiment", processes=1, timeout_s=60) as pool:
         assert pool.score([{"prompt": "", "response": "I love it", "record": {}}])[

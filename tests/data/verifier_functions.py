@@ -35,6 +35,14 @@ def _fork_twice(rest: str, scale: float) -> Any:
     return 7.0
 
 
+def _at_first(rest: str, scale: float) -> Any:
+    """``rest``: file, n, action. The first n calls, counted in the file, do the action, later ones give 1."""
+    file, times, action = rest.split(" ", 2)
+    with open(file, "ab") as notes:
+        notes.write(b".")
+    return act("", action, {}) if Path(file).stat().st_size <= int(times) else 1.0
+
+
 class _BadMessage(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no message")
@@ -69,6 +77,7 @@ ACTIONS = {
     "torch": lambda rest, scale: float("torch" in sys.modules),
     "stdin": lambda rest, scale: float(len(sys.stdin.read())),
     "spawn": _spawn_and_hang,
+    "at_first": _at_first,
     "slow": lambda rest, scale: time.sleep(float(rest)) or 1.0,
     "socket": lambda rest, scale: float(socket.socket().fileno() >= 0),
 }

@@ -11,7 +11,7 @@ from typing import Any
 from hpcflow.data.columns import Columns
 from hpcflow.workers.critic import Critic
 from hpcflow.workers.primitive import Rows, primitive
-from tests.training.programs import lower_half
+from tests.training.judges import lower_half
 
 
 def slow_lower_half(prompt: str, response: str, record: dict[str, Any], pause: float) -> float:

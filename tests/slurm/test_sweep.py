@@ -13,7 +13,7 @@ from hpcflow.slurm import sweep
 from tests.slurm.cluster import Cluster, hpcflow
 from tests.worlds import ROOT
 
-TINY = ["experiment=tiny", "cluster=cpu_nodes", "models.reward.function=tests.training.programs:lower_half"]
+TINY = ["experiment=tiny", "cluster=cpu_nodes", "models.reward.function=tests.training.judges:lower_half"]
 
 
 def rows(said: str) -> dict[str, list[str]]:

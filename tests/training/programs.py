@@ -1,9 +1,7 @@
-"""Whole runs on worlds of MPI ranks, started from the fork server, and rewards for models that speak no language."""
+"""Whole runs on worlds of MPI ranks, started from the fork server."""
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +11,7 @@ from hpcflow.store import open as open_run
 from hpcflow.store.reader import Run
 from tests.worlds import Result, run_world
 
-TINY = ["experiment=tiny", "models.reward.function=tests.training.programs:lower_half"]
-
-
-def lower_half(prompt: str, response: str, record: dict[str, Any]) -> float:
-    """Share of the tokens t0 ... t255 of 512: a random model has 0.5, and can learn 1."""
-    numbers = [int(word[1:]) for word in response.split() if word[:1] == "t"]
-    return sum(number < 256 for number in numbers) / max(1, len(numbers))
-
-
-def upper_half(prompt: str, response: str, record: dict[str, Any], text: str = "") -> float:
-    """Share of the tokens t256 ... t511: what `lower_half` is not."""
-    return 1.0 - lower_half(prompt, response, record)
-
-
-def echo_tool(prompt: str, response: str, record: dict[str, Any], form: str = "") -> str:
-    """Says the response's first word again, to every other response (by its text)."""
-    return response.split()[0] if response.split() and sum(map(ord, response)) % 2 else ""
-
-
-def fails_sometimes(prompt: str, response: str, record: dict[str, Any], how: str) -> float:
-    """Fails in one way for about a quarter of the responses, decided by their text."""
-    score = lower_half(prompt, response, record)
-    if sum(map(ord, response)) % 4 == 0:
-        if how == "raise":
-            raise ValueError("cannot judge this")
-        if how == "hang":
-            time.sleep(3600)
-        if how == "crash":
-            os._exit(11)
-        return float("nan")
-    return score
+TINY = ["experiment=tiny", "models.reward.function=tests.training.judges:lower_half"]
 
 
 def start(

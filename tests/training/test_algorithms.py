@@ -23,7 +23,7 @@ from tests.training.test_same_training import digests, equal
 from tests.worlds import ROOT
 
 GROUPS = ["algorithm.batch.draws=4", "algorithm.batch.prompts=4"]
-COST = ["models.cost.function=tests.training.programs:upper_half", "models.cost.limit=0.3"]
+COST = ["models.cost.function=tests.training.judges:upper_half", "models.cost.limit=0.3"]
 SETTINGS: dict[str, list[str]] = {
     "ppo": [],
     "safe_rlhf": COST,
@@ -233,9 +233,9 @@ AGENTS = [
         for name in ("proposer", "judge")
         for key in (f"path={POLICY}", "optimizer.lr=1e-3")
     ),
-    *("models.calculator.function=tests.training.programs:echo_tool", "models.calculator.args.form=x"),
+    *("models.calculator.function=tests.training.judges:echo_tool", "models.calculator.args.form=x"),
     *("models.question.args.form='{response}'", "models.quote.args.form='{response}'"),
-    *("models.reward.function=tests.training.programs:lower_half", "protocol.generation.max_model_len=192"),
+    *("models.reward.function=tests.training.judges:lower_half", "protocol.generation.max_model_len=192"),
 ]
 
 

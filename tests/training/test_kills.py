@@ -137,7 +137,7 @@ OTHERS = {
     "dapo": ["algorithm.batch.draws=4", "algorithm.batch.prompts=4"],
     # a number that one update hands to the next, three trained models
     "safe_rlhf": [
-        "models.cost.function=tests.training.programs:upper_half",
+        "models.cost.function=tests.training.judges:upper_half",
         "models.cost.limit=0.3",
         "placement.pools={all: {ranks: 2, models: [actor, critic, cost_critic, reference, reward, cost]}}",
     ],
