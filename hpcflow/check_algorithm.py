@@ -9,7 +9,6 @@ from hpcflow.estimate import Facts
 from hpcflow.schema import Problem, Problems, nearest
 
 SAMPLED = ("response_ids", "rollout_log_probs", "old_log_probs", "truncated", "loss_mask")
-REWARDED = ("reward", "reward_ok", "reward_error", "reward_attempts")
 WRITES: dict[str, dict[str, tuple[str, ...]]] = {
     "actor": {
         "load_prompts": ("prompt_ids", "record"),
@@ -20,20 +19,24 @@ WRITES: dict[str, dict[str, tuple[str, ...]]] = {
         "compute_advantages": ("advantages", "returns", "loss_mask", "kl", "cost_returns"),
         "compute_loss": ("pretrain_ids", "pretrain_loss"),
         "keep_groups": (),
-        "take_groups": ("prompt_ids", "record", *SAMPLED, *REWARDED),
+        "take_groups": (),
         "update_actor": (),
     },
     "critic": {"compute_values": ("values",), "update_critic": ()},
     "cost_critic": {"compute_values": ("cost_values",), "update_critic": ()},
     "reference": {"compute_log_prob": ("ref_log_probs",)},
-    "reward": {"compute_reward": REWARDED, "compute_baseline": ("baseline", "baseline_ok")},
+    "reward": {
+        "compute_reward": ("reward", "reward_ok", "reward_error", "reward_attempts"),
+        "compute_baseline": ("baseline", "baseline_ok"),
+    },
     "cost": {"compute_cost": ("cost", "cost_ok", "cost_error", "cost_attempts")},
     "tool": {
         "observe": ("observation_ids", "observation_error"),
         "write_prompts": ("prompt_ids", "record"),
     },
 }
-"""Methods of each worker that a dataflow may call, and the columns that they can make."""
+"""Methods of each worker that a dataflow may call, and the columns that they can make; what one of them only
+hands on is not among these."""
 GROUPS = "hpcflow.algorithms.group_advantages:"
 
 
@@ -96,7 +99,9 @@ def _maker(config: Config, column: str) -> tuple[str, str]:
     """(why there is no such column, what to do)."""
     algorithm = config.algorithm
     makers = {
-        worker: method for worker, methods in WRITES.items() for method in methods if column in methods[method]
+        worker: next(method for method, columns in methods.items() if column in columns)
+        for worker, methods in WRITES.items()
+        if any(column in columns for columns in methods.values())
     }
     known = [name for name, spec in config.models.items() if spec.worker in makers]
     there = next((name for name in known if name in algorithm.models), None)

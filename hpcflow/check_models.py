@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 
 from hpcflow.config import Call, Config
-from hpcflow.dotted import near, signature
+from hpcflow.dotted import import_failures, near, signature
 from hpcflow.engines import GENERATION_ENGINES, TRAINING_ENGINES
 from hpcflow.estimate import Facts
 from hpcflow.schema import Problem, Problems, nearest
@@ -142,37 +142,63 @@ def _vocabularies(config: Config, facts: Facts) -> Problems:
 
 def _functions(config: Config, facts: Facts) -> Problems:
     """Every dotted path names something, and takes the arguments that the config gives."""
+    for key, path in _workers(config):
+        yield from _resolvable(key, path)
+    for key, call, called_with in _calls(config):
+        yield from _call(key, call, called_with)
+
+
+def _calls(config: Config) -> list[tuple[str, Call, str]]:
+    """Every function of the config: its key, the call, the arguments that come by position."""
     algorithm = config.algorithm
-    calls: list[tuple[str, Call | None, int]] = [
-        ("algorithm.advantage", algorithm.advantage, 3),
-        ("algorithm.policy_loss", algorithm.policy_loss, 2),
-        ("algorithm.value_loss", algorithm.value_loss, 2),
-        ("algorithm.state", algorithm.state, 4),
-        ("algorithm", Call(function=algorithm.function, args=algorithm.args), 2),
+    calls: list[tuple[str, Call | None, str]] = [
+        ("algorithm.advantage", algorithm.advantage, "ids, rows, gather"),
+        ("algorithm.policy_loss", algorithm.policy_loss, "log_probs, rows"),
+        ("algorithm.value_loss", algorithm.value_loss, "values, rows"),
+        ("algorithm.state", algorithm.state, "state, ids, rows, gather"),
+        ("algorithm", Call(function=algorithm.function, args=algorithm.args), "m, prompts"),
     ]
     for name in algorithm.models:
         spec = config.models.get(name)
         if spec is not None and spec.function is not None:
-            calls.append((f"models.{name}", Call(function=spec.function, args=spec.args), 3))
-        if spec is not None and ":" in spec.worker:
-            yield from _resolvable(f"models.{name}.worker", spec.worker)
-    for key, call, given in calls:
-        if call is not None:
-            yield from _call(key, call, given)
+            call = Call(function=spec.function, args=spec.args)
+            calls.append((f"models.{name}", call, "prompt, response, record"))
+    return [(key, call, called_with) for key, call, called_with in calls if call is not None]
+
+
+def _workers(config: Config) -> list[tuple[str, str]]:
+    """Worker classes of the user's own: key and dotted path."""
+    models = [(name, config.models[name]) for name in config.algorithm.models if name in config.models]
+    return [(f"models.{name}.worker", spec.worker) for name, spec in models if ":" in spec.worker]
+
+
+def import_problems(config: Config) -> Problems:
+    """Modules of the user's own that cannot be imported here: what the ranks of a run on this machine would find.
+
+    Not part of `check`, which may run where the packages of the compute nodes are not installed.
+    """
+    named = [(f"{key}.function", call.function) for key, call, _ in _calls(config)] + _workers(config)
+    own = [(key, path) for key, path in named if not path.startswith("hpcflow.")]
+    failures = import_failures([path.partition(":")[0] for _, path in own])
+    for key, path in own:
+        if path.partition(":")[0] in failures:
+            why = f"its module cannot be imported: {failures[path.partition(':')[0]]}"
+            yield Problem(key, path, why, f"{key}=a function that can be imported")
 
 
 def _resolvable(key: str, path: str) -> Problems:
     try:
         signature(path)
-    except (ValueError, ImportError, SyntaxError) as error:
+    except ValueError as error:
         yield Problem(key, path, str(error), f"{key}={near(path, 'a class on PYTHONPATH')}")
 
 
-def _call(key: str, call: Call, given: int) -> Problems:
-    """``given`` arguments come by position, those of ``call`` by keyword."""
+def _call(key: str, call: Call, called_with: str) -> Problems:
+    """The arguments ``called_with`` come by position, those of ``call`` by keyword."""
+    given = len(called_with.split(", "))
     try:
         found = signature(call.function)
-    except (ValueError, ImportError, SyntaxError) as error:
+    except ValueError as error:
         yield Problem(
             f"{key}.function",
             call.function,
@@ -181,6 +207,15 @@ def _call(key: str, call: Call, given: int) -> Problems:
         )
         return
     if found is None:
+        return
+    if found.by_position < given:
+        name = call.function.partition(":")[2]
+        yield Problem(
+            f"{key}.function",
+            call.function,
+            f"takes {found.by_position} by position, but is called with {given}: {called_with}",
+            f"def {name}({called_with}, ...)",
+        )
         return
     by_keyword = [name for name in found.accepted if name not in found.required[:given]]
     for name in call.args.keys() - set(by_keyword):

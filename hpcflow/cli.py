@@ -57,7 +57,10 @@ def train(args: argparse.Namespace) -> int:
         print(dump(config) + _commented(_plan(config)))
         return 0
     from hpcflow import run_folder
+    from hpcflow.check_models import import_problems
 
+    if problems := list(import_problems(config)):
+        raise ConfigError(problems)
     if resume and branch is None and run_folder.iterations_done(resume) >= config.iterations:
         print(f"{resume}: all {config.iterations} iterations are done; to go on, add iterations=<more>")
         return 0

@@ -10,7 +10,7 @@ from typing import Any
 def resolve(path: str) -> Any:
     """The object named by ``"package.module:name"``. ValueError names what was not found and what is near."""
     module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
+    if not colon or not is_module(module_name) or not name:
         raise ValueError(f"{path!r} is not of the form package.module:name, e.g. hpcflow.algorithms.ppo:ppo")
     try:
         module = importlib.import_module(module_name)
@@ -23,3 +23,8 @@ def resolve(path: str) -> Any:
         near = difflib.get_close_matches(name, names, 3) or sorted(names)[:8]
         raise ValueError(f"{path!r}: module {module_name} has no {name!r}; it has {', '.join(near)}")
     return getattr(module, name)
+
+
+def is_module(name: str) -> bool:
+    """Whether ``name`` can be that of a module: words joined by dots."""
+    return all(word.isidentifier() for word in name.split("."))
