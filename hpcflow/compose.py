@@ -24,7 +24,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from hpcflow.config import Config, from_dict, load, share, to_dict
 from hpcflow.schema import ConfigError, Problem, nearest
@@ -181,6 +181,11 @@ def _config(merged: DictConfig) -> Config:
     """The checked config, with absolute paths."""
     try:
         tree = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except InterpolationKeyError as error:
+        key = str(error).partition("'")[2].partition("'")[0]
+        raise ConfigError(
+            [Problem(error.full_key, f"${{{key}}}", f"there is no {key}", f"{key}=<value>")]
+        ) from error
     except OmegaConfBaseException as error:
         raise ValueError(f"the config cannot be resolved: {error}") from error
     config = from_dict(tree)

@@ -470,6 +470,11 @@ def test_an_unknown_algorithm_is_named_with_the_nearest():
         c.compose(["experiment=tiny", "algorithm=grpp"])
 
 
+def test_a_key_that_another_refers_to_is_named():
+    with pytest.raises(ValueError, match=r"state.args.limit=\$\{models.cost.limit\}: there is no models.cost.limit"):
+        c.compose(["experiment=tiny", "algorithm=safe_rlhf", "~models.cost.limit"])
+
+
 def test_columns_the_check_knows_are_those_the_workers_declare():
     """The check reads no worker, for they import torch; here both are at hand."""
     from hpcflow.check_algorithm import WRITES
