@@ -79,7 +79,7 @@ class FSDPEngine:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        hf = token_model.load(path, head, trust_remote_code)
+        hf, weights = token_model.load(path, head, trust_remote_code)
         self.model = token_model.TokenModel(hf, head, temperature)
         self.dtype = getattr(torch, protocol.dtype)
         if not trainable:
@@ -88,6 +88,7 @@ class FSDPEngine:
                 if not name.startswith("value_head."):
                     parameter.data = parameter.data.to(self.dtype)
         self._shard()
+        weights.read_into(hf)
         # Taken while sharded: gathering swaps the modules' attributes; these objects stay and get gradients.
         named = dict(self.model.named_parameters())
         self.parameters: dict[str, DTensor] = {name.removeprefix("hf."): p for name, p in named.items()}
@@ -95,6 +96,7 @@ class FSDPEngine:
         self._optimizer = ShardedAdamW(self.parameters, optimizer) if optimizer else None
 
     def _shard(self) -> None:
+        """Split the parameters over the ranks, then give memory to those on the meta device."""
         mesh = init_device_mesh(self.device.type, (self.world,))
         release = self.protocol.reshard_after_forward
         policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
@@ -110,6 +112,8 @@ class FSDPEngine:
             if self.device.type == "cpu":
                 module.set_custom_all_gather(gloo_comm.BroadcastAllGather())
                 module.set_custom_reduce_scatter(gloo_comm.PairwiseReduceScatter())
+        # Not to_empty(), which would empty the buffers too.
+        self.model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hpcflow.engines.batching import Padded
+from hpcflow.engines.pretrained import Weights, architecture
 
 HEADS = ("lm", "value", "score")
 LOGIT_CHUNK = 2**26
@@ -94,8 +95,9 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load(path: str, head: str, trust_remote_code: bool = False) -> nn.Module:
-    """The Hugging Face model in ``path`` for ``head``, in float32 on the CPU.
+def load(path: str, head: str, trust_remote_code: bool = False) -> tuple[nn.Module, Weights]:
+    """The Hugging Face model in ``path`` for ``head``, its float32 parameters on the meta device, and the
+    weights that belong in it.
 
     ValueError when the folder lacks weights that the head needs (they would be random, and different on every
     rank), or when the architecture changes logits after its head in a way that `TokenModel` does not repeat.
@@ -108,11 +110,10 @@ def load(path: str, head: str, trust_remote_code: bool = False) -> nn.Module:
         "score": transformers.AutoModelForSequenceClassification,
     }[head]
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        hf, info = auto.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:4])
+        hf = architecture(auto, path, trust_remote_code)
+    weights = Weights(path, hf)
+    if weights.missing:
+        missing = ", ".join(weights.missing[:4])
         raise ValueError(f"{path} has no weights for {missing}: it was not saved as {auto.__name__}")
     config = hf.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -123,4 +124,4 @@ def load(path: str, head: str, trust_remote_code: bool = False) -> nn.Module:
             raise ValueError(f"{path}: {type(hf).__name__} has no linear `score` head over its last token")
         if hf.config.num_labels != 1:
             raise ValueError(f"{path}: num_labels={hf.config.num_labels}; a reward model has num_labels=1")
-    return hf
+    return hf, weights
