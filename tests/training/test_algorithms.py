@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from hpcflow.data.models import resolve_model
 from hpcflow.data.resolve import resolve
 from hpcflow.data.tokenizers import load_tokenizer
 from hpcflow.store.reader import Run
-from tests.training.programs import lower_half, start, train
+from tests.training.judges import lower_half
+from tests.training.programs import start, train
 from tests.training.test_resume import go_on
 from tests.training.test_same_training import digests, equal
 from tests.worlds import ROOT
@@ -289,37 +292,15 @@ def test_agents_go_on_exactly(tmp_path: Path) -> None:
     assert digests(Run(parts.path)) == digests(whole)
 
 
-OWN = '''
-from hpcflow.data.needs import reads
-
-def mine(m, prompts, *, note="none"):
-    """Best of the user's own: rewards as they are."""
-    batch = m.actor.generate_sequences(prompts)
-    batch |= m.reward.compute_reward(batch)
-    batch |= m.actor.compute_advantages(batch)
-    m.actor.update_actor(batch)
-
-@reads("reward", "reward_ok", "loss_mask")
-def raw(ids, rows, gather, *, scale):
-    mask = rows["loss_mask"]
-    value = (scale * rows["reward"]).repeat_interleave(mask.lengths)
-    return {"advantages": mask.like(value), "returns": mask.like(value), "loss_mask": mask}
-'''
-
-
 def test_an_algorithm_of_the_users_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_research.py").write_text(OWN)
+    """The module and the command of the README."""
+    section = (ROOT / "README.md").read_text().partition("## An algorithm of your own")[2]
+    module, command = re.findall(r"```(?:python)?\n(.*?)```", section, re.S)[:2]
+    (tmp_path / "mine.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path))
-    overrides = [
-        "algorithm=dr_grpo",
-        *SHORT,
-        "algorithm.function=my_research:mine",
-        "algorithm.args={note: hello}",
-        "algorithm.advantage.function=my_research:raw",
-        "algorithm.advantage.args.scale=3.0",
-    ]
+    overrides = shlex.split(command)[2:]
     path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    run, _ = train(tmp_path, overrides, env=path, forked=False)  # a fork would keep its server's path
+    run, _ = train(tmp_path, [*overrides, *SHORT], env=path, forked=False)  # a fork would keep its server's path
     columns = run.iteration(1).columns
     for row, reward in zip(columns["advantages"].tolist(), columns["reward"].tolist(), strict=True):
         assert row == pytest.approx([3 * reward] * len(row))
