@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpcflow import store
+from hpcflow import report_failures, store
 from hpcflow.slurm import usage
 
 Facts = dict[str, Any]
@@ -56,6 +56,7 @@ def _lines(run: store.Run, history: list[Facts]) -> Iterable[str]:
     yield from _evals(run, history)
     yield from _nodes(history)
     yield from _accelerators(history)
+    yield from report_failures.lines(run, history)
     yield from usage.lines(run, history)
     yield from _lineage(history)
     for name in ("algorithm", "protocol", "placement"):

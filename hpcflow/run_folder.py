@@ -95,9 +95,7 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
 def iterations_done(run: Path) -> int:
     """Iterations up to the last complete checkpoint that no branch superseded (`hpcflow.store.checkpoint`).
     """
-    file = run / "iterations" / "rewinds.jsonl"
-    rewinds = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = 0
+    rewinds, done = _lines(run / "iterations" / "rewinds.jsonl"), 0
     for path in run.glob("checkpoints/iteration_*/complete.json"):
         match = re.fullmatch(r"iteration_(\d+)(\.\d+)?", path.parent.name)
         if match is None:
@@ -106,6 +104,50 @@ def iterations_done(run: Path) -> int:
         if not any(commit < rewind["sequence"] and iteration >= rewind["iteration"] for rewind in rewinds):
             done = max(done, iteration + 1)
     return done
+
+
+def evaluated(run: Path) -> set[int]:
+    """After how many iterations the run was evaluated (0: before the first), where no branch superseded it.
+
+    A branch back to iteration k leaves what was recorded of the state after iteration k.
+    """
+    rewinds = _lines(run / "iterations" / "rewinds.jsonl")
+    return {
+        entry["iteration"]
+        for entry in _lines(run / "evals.jsonl")
+        if not any(
+            entry.get("sequence", 0) <= rewind["sequence"] and entry["iteration"] > rewind["iteration"]
+            for rewind in rewinds
+        )
+    }
+
+
+def complete(run: Path, config: Config) -> bool:
+    """Whether nothing is left to do: iterations are all in a checkpoint, the evaluation after them recorded."""
+    evaluates = config.run.eval and config.data.eval is not None
+    done = iterations_done(run) >= config.iterations
+    return done and (not evaluates or config.iterations in evaluated(run))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The entries of a log, as `hpcflow.store.durable.read_lines`, without torch. Torn lines are left out."""
+    entries = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
+
+
+def refuse_branch(run: Path, done: int) -> None:
+    """ValueError unless iteration ``done`` (counted from 1; 0 = the beginning) is committed."""
+    from hpcflow import store  # imports torch
+
+    committed = store.open(run).iterations
+    if done and done - 1 not in committed:
+        known = (
+            f"committed are {committed[0] + 1} to {committed[-1] + 1}" if committed else "none is committed"
+        )
+        raise ValueError(f"--resume={run}@{done}: iteration {done} is not in the run; {known}")
 
 
 def branch(run: Path, done: int) -> str:
@@ -117,15 +159,8 @@ def branch(run: Path, done: int) -> str:
     """
     from hpcflow.store import RunWriter  # imports torch
 
+    refuse_branch(run, done)
     with RunWriter(run) as writer:
-        committed = writer.iterations
-        if done and done - 1 not in committed:
-            known = (
-                f"committed are {committed[0] + 1} to {committed[-1] + 1}"
-                if committed
-                else "none is committed"
-            )
-            raise ValueError(f"--resume={run}@{done}: iteration {done} is not in the run; {known}")
         gone = writer.rewind(done)
     later = f"; iterations {gone[0] + 1} to {gone[-1] + 1} count no more" if gone else ""
     return f"branching after iteration {done}{later}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcflow import store
-from hpcflow.data.columns import Ragged
+from hpcflow.data.columns import Ragged, text_column
 from hpcflow.report import Mean, difference, quarters, rate, report, reward, weighted
 from tests.store.runs import ids_of
 
@@ -101,6 +101,69 @@ def test_a_live_and_a_crashed_run(run):
     assert "ended badly: rank 3 by signal 9, rank 1 by exit code 1" in text and "rank 7" not in text
     store.append_line(run / "launches.jsonl", {"time": 300.0})
     assert "in 2 launches; running" in report(run)
+
+
+def decided(event, time, iteration, node, kept=(), replayed=None, **more):
+    decision = {"iteration": iteration, "node": node, "kept": list(kept), "replayed": replayed, "why": "x"}
+    return {"event": event, "time": time, "decision": decision, **more}
+
+
+def test_failures_and_what_was_run_again(run):
+    text = report(run)
+    assert not lines(text, "failures") and not lines(text, "rewards")
+    error = "rank 2 failed in actor.update_actor (call 9):\nTraceback (most recent call last):\n  File x\nOSError: no"
+    inside = "engine 1 of actor raised and was rebuilt: Traceback (most recent call last):\n  y\nRuntimeError: CUDA"
+    update = (2, "actor.update_actor", ["actor.load_prompts", "actor.generate_sequences"], [0, 1])
+    for entry in (
+        {"event": "in_world", "time": 10.0, "iteration": 1, "node": "actor.generate_sequences#1", "error": inside},
+        decided("failure", 20.0, *update, error=error, seconds=3.25),
+        decided("resume", 30.0, *update, seconds=3.0),
+        decided("resume", 40.0, 4, "", seconds=None),  # after an orderly stop: nothing failed
+        decided("resume", 50.0, 5, "critic.update_critic", seconds=1.5),  # the controller died
+        {"event": "failure", "time": 60.0, "error": "rank 3 died; last known: idle"},
+        decided("failure", 70.0, 6, "actor.load_prompts", error="z" * 200, seconds=0.5),
+    ):
+        store.append_line(run / "failures.jsonl", entry)
+    found = report(run).splitlines()
+    start = found.index("failures   5: 1 made good inside the launch, 4 by another one")
+    assert [line[23:] if line[2] != " " else line for line in found[start + 1 : start + 11]] == [
+        "engine 1 of actor raised and was rebuilt: RuntimeError: CUDA",
+        "    in the living world: iteration 2, actor.generate_sequences: only the samples of what failed were made",
+        "    again",
+        "rank 2 failed in actor.update_actor (call 9): OSError: no",
+        "    relaunched, again from iteration 3, actor.update_actor (stopped 3.2 s into that iteration, 2 of its nodes",
+        "    kept); iterations 1 to 2 replayed",
+        "the launch ended without a word",
+        "    relaunched, again from iteration 6, critic.update_critic (stopped 1.5 s into that iteration)",
+        "rank 3 died; last known: idle",
+        "    not relaunched yet; no iteration was in progress",
+    ]
+    assert found[start + 11].endswith("zzz...") and len(found[start + 11]) == 110
+    assert found[start + 12].startswith("    not relaunched yet, again from iteration 7, actor.load_prompts")
+    for number in range(20):
+        store.append_line(run / "failures.jsonl", decided("resume", 80.0 + number, number, "a.b", seconds=1.0))
+    found = report(run).splitlines()
+    start = found.index("failures   24: 1 made good inside the launch, 23 by another one")
+    assert found[start + 1] == "  (14 earlier ones are in failures.jsonl)"
+    assert sum("again from iteration" in line for line in found[start:]) == 10
+
+
+def test_rewards_that_failed_are_counted_by_error(tmp_path):
+    said = [["", "slow", "slow", ""], ["", "", "", ""], ["bad", "slow", "", ""]]
+    attempts = [[1, 2, 2, 2], [2, 1, 1, 1], [1, 2, 1, 1]]
+    with store.RunWriter(tmp_path) as writer:
+        for i, (errors, made) in enumerate(zip(said, attempts, strict=True)):
+            columns = {
+                "reward": torch.ones(4),
+                "reward_ok": torch.tensor([not error for error in errors]),
+                "reward_error": text_column(errors),
+                "reward_attempts": torch.tensor(made, dtype=torch.int32),
+            }
+            writer.record(i, ids_of(i), columns, {name: (i, "reward", 0) for name in columns})
+            writer.commit(i, {})
+    found = report(tmp_path).splitlines()
+    start = found.index("rewards    of 12 samples 4 failed for good, 5 were asked for more than once")
+    assert found[start + 1 : start + 3] == ["        3  slow", "        1  bad"]
 
 
 def test_no_iterations(tmp_path):

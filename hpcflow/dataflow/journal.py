@@ -2,9 +2,9 @@
 and why.
 
 ``RUN/journal.jsonl`` is begun afresh with each iteration (earlier ones are committed) and has one line per
-event:
+event, each with its time:
 
-    {"event": "begin", "iteration", "versions": {model: version}, "kept": {place: {rank: value}}, "time"}
+    {"event": "begin", "iteration", "versions": {model: version}, "kept": {place: {rank: value}}}
     {"event": "started", "call", "place", "kind", "version", "ranks", "writes", "reads": {column: call that
     made it}} {"event": "finished", "call", "values": {rank: what it returned}} {"event": "recorded",
     "columns": {column: place}}
@@ -18,8 +18,8 @@ seen by nobody. Lines reach the kernel at once, which is what survives when proc
 call starts they reach the disk, and everything recorded has: when the node or the power goes, at most a tail
 of pure and replayable calls is unknown, which are safe to run again.
 
-``RUN/failures.jsonl`` keeps, for good, one line for each failure that a controller saw and for each decision
-acted on.
+``RUN/failures.jsonl`` keeps, for good, one line for each failure that a controller saw ("failure"), for each
+decision acted on ("resume"), and for each failure that a call made good inside the living world ("in_world").
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Journal:
 
     def _write(self, **entry: Any) -> None:
         if self._file is not None:
-            os.write(self._file, json.dumps(entry).encode() + b"\n")
+            os.write(self._file, json.dumps({**entry, "time": time.time()}).encode() + b"\n")
 
     @property
     def writing(self) -> bool:
@@ -133,12 +133,15 @@ class Node:
 @dataclass
 class Progress:
     """What a journal says: the iteration in progress, its nodes in order of issue, the columns known to be
-    durable and the places where they were made, values of calls that an earlier launch made."""
+    durable and the places where they were made, values of calls that an earlier launch made, when it began and
+    when the last event was (unix seconds)."""
 
     iteration: int
     nodes: list[Node]
     recorded: dict[str, str]
     kept: Values = field(default_factory=dict)
+    begun: float = 0.0
+    last: float = 0.0
 
     @property
     def values(self) -> Values:
@@ -156,7 +159,9 @@ def read_progress(run: Path) -> Progress | None:
     if not entries or entries[0].get("event") != "begin":
         return None
     kept = {place: _by_rank(values) for place, values in entries[0]["kept"].items()}
-    progress = Progress(entries[0]["iteration"], [], {}, kept)
+    begun = entries[0]["time"]
+    last = entries[-1].get("time", begun)
+    progress = Progress(entries[0]["iteration"], [], {}, kept, begun, last)
     by_call: dict[int, Node] = {}
     for entry in entries[1:]:
         if entry["event"] == "started":

@@ -25,7 +25,7 @@ from hpcflow.mpi.messages import Call, Report
 from hpcflow.store import open as open_run
 from hpcflow.store.checkpoint import Checkpoint, CheckpointDir
 from hpcflow.store.durable import append_line
-from hpcflow.workers.primitive import Primitive
+from hpcflow.workers.primitive import RECOVERED, Primitive
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,20 @@ class Recovery:
             self.journal.started(call)
 
     def _finished(self, call: Call, reports: dict[int, Report]) -> None:
+        for report in reports.values():
+            if isinstance(report.value, dict) and RECOVERED in report.value:
+                self._recovered_inside(call, report.value[RECOVERED])
         if not self.journal.writing:
             return
         if call.model != RECORDER:
             self.journal.finished(call.number, values_of(reports))
         elif call.method == "record":
             self.journal.recorded(call.args["places"])
+
+    def _recovered_inside(self, call: Call, text: str) -> None:
+        """A failure that did not end the world is kept like one that did."""
+        entry = {"event": "in_world", "time": time.time(), "iteration": call.iteration, "node": call.place}
+        append_line(self.run / FAILURES, {**entry, "error": text})
 
     def _made(self, primitive: Primitive, batch: Batch) -> None:
         """What random numbers or the outside world had a part in, and carries its inputs along, is recorded at once."""
@@ -147,7 +155,7 @@ class Recovery:
     def failed(self, error: BaseException) -> str:
         """Ask the ranks that still answer, decide, and keep both. Returns what is run again, in words."""
         if not self.journal.writing:
-            append_line(self.run / FAILURES, {"event": "failure", "time": time.time(), "error": str(error)[:4000]})
+            append_line(self.run / FAILURES, {"event": "failure", "time": time.time(), "error": _brief(str(error))})
             return ""
         answers = self.world.controller.inquire()
         progress, committed = read_progress(self.run), self.world.iteration
@@ -156,7 +164,8 @@ class Recovery:
         decision = decide(progress, progress.recorded, answers, loaded=loaded, committed=committed)
         said = {rank: {call: tuple(state) for call, state in calls.items()} for rank, calls in answers.items()}
         died = sorted(self.world.controller.lost)
-        self._keep("failure", decision, error=str(error)[:4000], died=died, answers=said)
+        seconds = time.time() - progress.begun if progress else None
+        self._keep("failure", decision, error=_brief(str(error)), died=died, answers=said, seconds=seconds)
         return (f"ranks that died: {', '.join(map(str, died))}; " if died else "") + str(decision)
 
     def _keep(self, event: str, decision: Decision, **more: Any) -> None:
@@ -182,7 +191,8 @@ class Recovery:
         if first or progress:
             decision = decide(progress, places, {}, loaded=loaded, committed=first)
             self.say(str(decision))
-            self._keep("resume", decision)
+            begun = progress is not None and progress.iteration == first
+            self._keep("resume", decision, seconds=progress.last - progress.begun if begun else None)
         self._taken_up = (first, progress if progress and progress.iteration == first else None)
         return Point(loaded, first, 0 if found is None else found.meta["data_position"])
 
@@ -243,13 +253,19 @@ def _stored_name(name: str, origin: Origin, places: dict[str, str]) -> str:
     return f"{origin.stamp.model}.{name}"
 
 
+def _brief(error: str) -> str:
+    """The beginning, which names the rank, and the end, which names the error, of a long traceback."""
+    return error if len(error) <= 4000 else f"{error[:600]}\n...\n{error[-3400:]}"
+
+
 def _metrics_of(kept: Values) -> dict[str, float]:
     """What calls of an earlier launch returned as metrics; those that are made again replace theirs."""
     metrics = {}
     for place, values in kept.items():
         value = values[max(values)]
         if isinstance(value, dict):
-            metrics |= {f"{place.split('.')[0]}/{name}": number for name, number in value.items()}
+            model = place.split(".")[0]
+            metrics |= {f"{model}/{name}": number for name, number in value.items() if name != RECOVERED}
     return metrics
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpcflow import run_folder
 from hpcflow.config import Config
 from hpcflow.data.resolve import resolve
 from hpcflow.dataflow.assemble import GENERATES, RECORDER, assemble
@@ -20,6 +21,7 @@ from hpcflow.dataflow.stopping import Stopping
 from hpcflow.dataflow.trace import Node, idle_seconds
 from hpcflow.dataflow.world import World
 from hpcflow.mpi.controller import WorkerError
+from hpcflow.workers.primitive import RECOVERED
 
 
 class Session:
@@ -61,8 +63,9 @@ class Session:
         first = self._resume()
         self.world.drain()
         self.progress.say(f"{len(self.groups)} models on {sum(map(len, self.worker_pools.values()))} ranks are up")
-        if self.config.run.eval and first == 0:
-            self._evaluate("before", 0)
+        evaluated = run_folder.evaluated(self.run)
+        if first not in evaluated:
+            self._evaluate(first)
         for iteration in range(first, self.config.iterations):
             self._iterate(iteration)
             every = self.config.run.checkpoint_every
@@ -72,11 +75,7 @@ class Session:
                 self._checkpoint(iteration, now=bool(last or stop))
             if stop:
                 raise stop
-            often = self.config.run.eval_every
-            if often and (iteration + 1) % often == 0 and not last:
-                self._evaluate(f"iteration {iteration + 1}", iteration + 1)
-        if self.config.run.eval and first < self.config.iterations:
-            self._evaluate("after", self.config.iterations)
+            self._evaluate(iteration + 1)
         self.world.close()
 
     def _iterate(self, iteration: int) -> None:
@@ -110,6 +109,7 @@ class Session:
             for node in work
             if isinstance(node.value, dict)
             for name, value in node.value.items()
+            if name != RECOVERED
         }
         return {
             "nodes": [node.record() for node in nodes],
@@ -125,9 +125,20 @@ class Session:
             "control_bytes": self.world.controller.engine.control_bytes,
         }
 
-    def _evaluate(self, when: str, iteration: int) -> None:
-        """Reward on held-out prompts, of the most likely tokens or of several draws; changes no state of the training."""
+    def _evaluation_due(self, done: int) -> str | None:
+        """What the evaluation of the state after ``done`` iterations is called; None when there is none."""
+        run = self.config.run
         if self.config.data.eval is None:
+            return None
+        if done in (0, self.config.iterations):
+            return ("after" if done else "before") if run.eval else None
+        return f"iteration {done}" if run.eval_every and done % run.eval_every == 0 else None
+
+    def _evaluate(self, iteration: int) -> None:
+        """Where it is due after so many iterations: reward on held-out prompts, of the most likely tokens or of
+        several draws. Changes no state of the training."""
+        when = self._evaluation_due(iteration)
+        if when is None:
             return
         self.world.iteration, draws = iteration, self.config.run.eval_draws
         prompts = Stream(self._generator().load_prompts, "eval", self.config.data.eval_prompts, draws).next()

@@ -84,7 +84,7 @@ def _begin(words: list[str], config_dir: str | None) -> list[Point]:
     for point in found:
         if (point.run / "config.yaml").is_file():
             point.config = load(point.run / "config.yaml")
-            if run_folder.iterations_done(point.run) >= point.config.iterations:
+            if run_folder.complete(point.run, point.config):
                 point.state = "finished"
                 print(f"{point.name}: finished before, skipped", flush=True)
         elif client.available():
@@ -133,7 +133,7 @@ def _look(sweep: list[Point]) -> None:
             # A job that Slurm has forgotten ended long ago.
             ended = states.get(point.job or "", "COMPLETED" if states else "PENDING") in client.ENDED
         if ended:
-            complete = run_folder.iterations_done(point.run) >= point.config.iterations
+            complete = run_folder.complete(point.run, point.config)
             point.state = "finished" if complete else "failed"
             print(f"{point.name}: {point.state}", flush=True)
 

@@ -6,7 +6,8 @@
     drafts/            what is recorded of the iteration in progress (`drafts`)
     checkpoints/       weights and optimisers, one folder per checkpoint (`checkpoint`)
     journal.jsonl      the nodes of the iteration in progress (`hpcflow.dataflow.journal`)
-    failures.jsonl     one line per failure that a controller saw, and per decision what to run again
+    failures.jsonl     one line per failure that a controller saw or a call made good inside the living world,
+                       and per decision what to run again
     launches.jsonl     one line per launch: time, host, argv, world, versions of packages
     exits.jsonl        one line per rank that ended: rank, pid, exit or signal, time
     evals.jsonl        one line per evaluation on held-out prompts: when, reward_mean, reward_se, samples

@@ -124,6 +124,10 @@ class Run:
         return read_lines(self.path / "exits.jsonl")
 
     @property
+    def failures(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / "failures.jsonl")
+
+    @property
     def evals(self) -> list[dict[str, Any]]:
         return read_lines(self.path / "evals.jsonl")
 

@@ -51,6 +51,11 @@ class RunWriter:
         """The committed iterations that count, sorted."""
         return sorted(self._live)
 
+    @property
+    def next_sequence(self) -> int:
+        """Sequence of the next commit."""
+        return self._segments.next_sequence
+
     def sequence_of(self, iteration: int) -> int:
         """Sequence of a committed iteration's commit."""
         return self._live[iteration]

@@ -18,7 +18,7 @@ from hpcflow.engines import generation_engine
 from hpcflow.engines.generation import Generated
 from hpcflow.reshard.layout import Layout
 from hpcflow.workers.model import Network
-from hpcflow.workers.primitive import Context, Output, Rows, primitive
+from hpcflow.workers.primitive import RECOVERED, Context, Output, Rows, primitive
 
 SAMPLED = ("response_ids", "rollout_log_probs", "old_log_probs", "truncated", "loss_mask")
 
@@ -30,7 +30,7 @@ class Generator(Network):
         super().__init__(context, config=config, unique=unique)
         self.layout = Layout(d=context.size, t_g=config.protocol.generation.tensor_parallel)
         self.generation = self._build_engine()
-        self._failures = 0  # of generation engines, in the call at hand
+        self._failed: dict[int, str] = {}  # generation engines of the call at hand that failed, and how
 
     def _build_engine(self) -> Any:
         """The generation engine, without the current weights; collective over the pool."""
@@ -96,16 +96,15 @@ class Generator(Network):
         return self._with_log_probs(rows, columns, recompute=not (greedy or purpose))
 
     @primitive("3D_ALL_MICRO_DP", reads=("prompt_ids",), writes=("greedy_ids",), kind="replayable")
-    def generate_greedy(self, rows: Rows) -> Columns:
+    def generate_greedy(self, rows: Rows) -> Output:
         """The most likely response to each prompt under the current weights; equal prompts of a rank go
         once."""
         prompts = rows["prompt_ids"].tolist()
         distinct = list({tuple(prompt): None for prompt in prompts})
         made = self._generate(rows, [list(prompt) for prompt in distinct], greedy=True)
         place = {prompt: index for index, prompt in enumerate(distinct)}
-        return {
-            "greedy_ids": made.response_ids.select(torch.tensor([place[tuple(p)] for p in prompts]).long())
-        }
+        index = torch.tensor([place[tuple(p)] for p in prompts]).long()
+        return Output({"greedy_ids": made.response_ids.select(index)}, value=self._recovered())
 
     @primitive(
         "3D_ALL_MICRO_DP",
@@ -170,7 +169,7 @@ class Generator(Network):
         failed; building and loading weights are collective. A wrong input (ValueError) fails the call at
         once. RuntimeError with the traceback when an engine fails a second time.
         """
-        self._failures, made = 0, None
+        self._failed, made = {}, None
         while True:
             error = ""
             if made is None:
@@ -185,9 +184,9 @@ class Generator(Network):
             if not failed:
                 return made
             text = next(iter(failed.values()))
-            if self._failures:
+            if self._failed:
                 raise RuntimeError(f"a generation engine of {self.context.group} failed twice:\n{text}")
-            self._failures = len(failed)
+            self._failed = failed
             if self.context.index == 0:
                 print(
                     f"generation engines {sorted(failed)} of {self.context.group} failed and are rebuilt:\n{text}",
@@ -225,9 +224,16 @@ class Generator(Network):
             "rollout_gap_max": float(largest.max()) if len(largest) else 0.0,
         }
 
-    def _recovered(self) -> dict[str, float] | None:
-        """A metric for the record when an engine of the call at hand was rebuilt."""
-        return {"engines_rebuilt": float(self._failures)} if self._failures else None
+    def _recovered(self) -> dict[str, Any] | None:
+        """For the record, when engines of the call at hand were rebuilt: how many, and why."""
+        if not self._failed:
+            return None
+        found: dict[str, Any] = {"engines_rebuilt": float(len(self._failed))}
+        if self.context.index == 0:  # all ranks know; one tells
+            (first, text), *_ = self._failed.items()
+            name = f"engine {first} of {self.context.group}"
+            found[RECOVERED] = f"{name} raised and was rebuilt: {text[-2000:]}"
+        return found
 
     def _refresh(self) -> None:
         """Training layout to generation layout: bring the generation engine to the current weights."""

@@ -47,6 +47,10 @@ class Rows:
         return self.columns[name]
 
 
+RECOVERED = "recovered"
+"""Key of a call's value, beside its metrics: what failed inside the call and was made good there, as text."""
+
+
 @dataclass
 class Output:
     """What a primitive returns when it is more than columns: new ids, or a small value besides."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from hpcflow.mpi.messages import Stamp
 from hpcflow.store.checkpoint import CheckpointDir
+from hpcflow.store.durable import append_line
 from hpcflow.store.evaluation import pass_at, summary
 from hpcflow.store.writer import RunWriter
 from hpcflow.workers.primitive import Context, Output, Rows, primitive
@@ -77,13 +77,11 @@ class Recorder:
     def evaluation(self, rows: Rows, when: str, iteration: int, passing: float | None) -> dict[str, Any]:
         """Append the mean reward of held-out prompts to RUN/evals.jsonl, and with ``passing`` pass@k."""
         scores = (rows.ids, rows["reward"], rows["reward_ok"])
-        entry = {"when": when, "iteration": iteration, **summary(*scores), "time": time.time()}
+        place = {"when": when, "iteration": iteration, "sequence": self.writer.next_sequence}
+        entry = {**place, **summary(*scores), "time": time.time()}
         if passing is not None:
             entry |= {"passing": passing, **pass_at(*scores, passing)}
-        with (self.run / "evals.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.run / "evals.jsonl", entry)
         return entry
 
     @primitive("ONE_TO_ALL")

@@ -98,6 +98,9 @@ def test_an_engine_that_raises_is_rebuilt_and_only_its_samples_are_redone(tmp_pa
         a, b = wanted.iteration(number), found.iteration(number)
         assert all(equal(a.columns[name], b.columns[name]) for name in a.columns)
         assert a.metrics["actor/loss"] == b.metrics["actor/loss"]
+    (entry,) = read_lines(run / "failures.jsonl")
+    assert entry["event"] == "in_world" and "engine 1 of actor" in entry["error"]
+    assert (entry["iteration"], entry["node"]) == (1, "actor.generate_sequences#1")
     node = next(n for n in found.iteration(1).nodes if n["method"] == "generate_sequences")
     assert sorted(name for name, *_ in node["spans"]).count("build generation engine") == 2  # one a rank
 

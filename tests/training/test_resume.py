@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 def test_branching_from_any_committed_iteration(tmp_path: Path) -> None:
     """In the middle between two checkpoints, then back to the beginning: each time the same run again."""
-    options = ["iterations=4", "run.checkpoint_every=2", "run.keep=2"]
+    options = ["iterations=4", "run.checkpoint_every=2", "run.keep=2", "run.eval=true", "run.eval_every=3"]
     run = train(tmp_path, [*placed("colocate"), *options])[0]
     columns = {k: dict(run.iteration(k).columns) for k in run.iterations}
     weights = digests(run)
@@ -116,6 +116,8 @@ def test_branching_from_any_committed_iteration(tmp_path: Path) -> None:
             assert all(equal(columns[k][name], column) for name, column in again.iteration(k).columns.items())
         assert digests(again) == weights
     assert [iteration for iteration, _ in again.superseded] == [0, 1, 2, 3, 3]
+    assert [entry["iteration"] for entry in again.evals] == [0, 3, 4, 4, 3, 4]
+    assert len({(entry["iteration"], entry["reward_mean"]) for entry in again.evals}) == 3
     with pytest.raises(ValueError, match=r"@9: iteration 9 is not in the run; committed are 1 to 4"):
         run_folder.branch(run.path, 9)
 

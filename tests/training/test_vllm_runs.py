@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hpcflow import rank, run_folder
+from hpcflow.config import compose
 from hpcflow.data.columns import flat
+from hpcflow.mpi.guard import rank as rank_number
+from hpcflow.store import open as open_run
+from hpcflow.store import read_lines
 from hpcflow.store.reader import Run
-from tests.training.programs import train
+from tests.training.programs import TINY, train
 from tests.training.test_same_training import POOLS, digests, equal, placed
+from tests.worlds import run_world
 
 VLLM = ["protocol.generation.engine=vllm", "protocol.generation.dtype=float32", "iterations=2"]
 
@@ -19,6 +26,30 @@ def gap(run: Run, number: int) -> float:
     """Largest difference of training and generation log-probs."""
     columns = run.iteration(number).columns
     return float((flat(columns["old_log_probs"]) - flat(columns["rollout_log_probs"])).abs().max())
+
+
+def be_rank_whose_vllm_fails(run: str) -> int:
+    """vLLM raises in the second worker's rank, in the fourth step of iteration 1, with requests half way."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from hpcflow.engines.vllm import VLLMEngine
+
+    generate, step, at_work, steps = VLLMEngine.generate, LLMEngine.step, [], []
+
+    def noted(self: VLLMEngine, prompts: list, *args: Any, **options: Any) -> Any:
+        at_work[:] = [self.version]
+        print(f"rank {rank_number()} generates {len(prompts)} with version {self.version}", flush=True)
+        return generate(self, prompts, *args, **options)
+
+    def failing(self: LLMEngine) -> Any:
+        if at_work == [1]:
+            steps.append(1)
+        if rank_number() == 3 and len(steps) == 4:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return step(self)
+
+    VLLMEngine.generate, LLMEngine.step = noted, failing
+    return rank.main(Path(run))
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +62,30 @@ def test_weights_reach_the_engine(colocated: Run) -> None:
     assert gap(colocated, 0) < 1e-4 and gap(colocated, 1) < 1e-4
     moved = flat(colocated.iteration(1).columns["kl"]).abs().max()
     assert moved > 1e-3  # they did change in between
+
+
+def test_an_engine_that_raises_is_rebuilt_and_only_its_samples_are_redone(
+    tmp_path: Path, colocated: Run
+) -> None:
+    config = compose([*TINY, f"run.dir={tmp_path}", *placed("colocate"), *VLLM])
+    run = run_folder.create(config)
+    function = "tests.training.test_vllm_runs:be_rank_whose_vllm_fails"
+    result = run_world(config.world_size, function, {"run": str(run)}, vllm=True, timeout=180).check()
+    generated = sorted(line for line in result.stdout.splitlines() if "generates" in line)
+    assert generated == [
+        *(f"rank 2 generates 4 with version {version}" for version in (0, 1)),
+        *(f"rank 3 generates 4 with version {version}" for version in (0, 1, 1)),
+    ]
+    found = open_run(run)
+    for number in (0, 1):
+        a, b = colocated.iteration(number), found.iteration(number)
+        assert torch.equal(a.ids, b.ids) and set(a.columns) == set(b.columns)
+        assert all(equal(a.columns[name], b.columns[name]) for name in a.columns)
+    assert digests(found) == digests(colocated)
+    assert found.iteration(1).metrics["actor/engines_rebuilt"] == 1.0
+    (entry,) = read_lines(run / "failures.jsonl")
+    assert (entry["event"], entry["iteration"]) == ("in_world", 1)
+    assert "engine 1 of actor" in entry["error"] and "illegal memory access" in entry["error"]
 
 
 def test_other_pools_are_bitwise_equal(tmp_path: Path, colocated: Run) -> None:
