@@ -49,7 +49,9 @@ def train(args: argparse.Namespace) -> int:
             )
         return sweep.run(args.overrides, args.config_dir, at_once=args.at_once)
     args.resume, branch = _split(args.resume)
-    if job.restarted():
+    if args.as_submitted:
+        args.as_submitted, branch = _split(args.as_submitted)
+    if branch is not None and job.restarted() and job.launched(Path(args.as_submitted or args.resume)):
         branch = None  # this job branched when it first started, and goes on from there
     resume, config = _to_train(args)
     _refuse_problems(config)
@@ -61,7 +63,7 @@ def train(args: argparse.Namespace) -> int:
 
     if problems := list(import_problems(config)):
         raise ConfigError(problems)
-    if resume and branch is None and run_folder.iterations_done(resume) >= config.iterations:
+    if resume and branch is None and run_folder.complete(resume, config):
         print(f"{resume}: all {config.iterations} iterations are done; to go on, add iterations=<more>")
         return 0
     run = resume.absolute() if resume else run_folder.create(config)
@@ -80,11 +82,16 @@ def submit(args: argparse.Namespace) -> int:
 
     if args.multirun and not args.dry_run:
         raise ValueError("-m is for --dry-run; works: hpcflow train -m, which submits one job per point")
-    words, run = args.overrides, Path(args.resume).absolute() if args.resume else None
+    resume, branch = _split(args.resume)
+    words, run = args.overrides, Path(resume).absolute() if resume else None
     if args.multirun:
         config = compose(sweep.points(words)[0], args.config_dir)
     else:
         config = compose(words, args.config_dir) if run is None else _resumed(run, words, args.config_dir)
+    if branch is not None:
+        from hpcflow import run_folder
+
+        run_folder.refuse_branch(run, branch)
     if args.dry_run:
         if args.multirun:
             text = script.sweep_text(config, words)
@@ -97,7 +104,7 @@ def submit(args: argparse.Namespace) -> int:
     if args.test_only:
         print(submission.try_out(config, args.overrides))
         return 0
-    number, run = submission.submit(config, args.overrides, run)
+    number, run = submission.submit(config, args.overrides, run, branch)
     print(f"submitted job {number}\nrun directory {run}\nfollow it: tail -F {run}/job/{number}_0_log.out")
     return 0
 
@@ -283,9 +290,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
         sub.add_argument("--config-dir", metavar="DIR", help="config groups of your own, searched first")
         if name != "check":
-            at = "[@N]" if name == "train" else ""
-            help = "continue this run directory" + (", with @N as after iteration N" if at else "")
-            sub.add_argument("--resume", metavar=f"RUN{at}", help=help)
+            help = "continue this run directory, with @N as after iteration N"
+            sub.add_argument("--resume", metavar="RUN[@N]", help=help)
             sub.add_argument(
                 "-m", "--multirun", action="store_true", help="one run for each point of key=a,b,c"
             )
@@ -296,7 +302,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             sub.add_argument(
                 "--at-once", type=int, default=4, metavar="N", help="points of -m at one time (default 4)"
             )
-            sub.add_argument("--as-submitted", metavar="RUN", help=argparse.SUPPRESS)
+            sub.add_argument("--as-submitted", metavar="RUN[@N]", help=argparse.SUPPRESS)
         if name == "submit":
             sub.add_argument(
                 "--dry-run", action="store_true", help="write script and resolved config, and exit"

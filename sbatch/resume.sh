@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Continue a run from its last committed iteration, on nodes for quickstart. Any other run, on its own nodes:
-# hpcflow submit --resume RUN
+# Continue a run from its last committed iteration, with RUN@N as it was after iteration N, on nodes for
+# quickstart. Any other run, on its own nodes: hpcflow submit --resume RUN[@N]
 #
-#   sbatch sbatch/resume.sh RUN [overrides]    a cluster, after 'bash tools/setup.sh' there
-#   bash sbatch/resume.sh RUN [overrides]      this machine, without Slurm
+#   sbatch sbatch/resume.sh RUN[@N] [overrides]    a cluster, after 'bash tools/setup.sh' there
+#   bash sbatch/resume.sh RUN[@N] [overrides]      this machine, without Slurm
 #
 # The text of: hpcflow submit --dry-run --resume RUN
 #

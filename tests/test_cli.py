@@ -211,6 +211,38 @@ def test_a_finished_run_is_not_launched_again(run, launches, capsys):
     assert cli.main(["train", "--resume", str(run), "iterations=4"]) == 0 and len(launches) == 1
 
 
+def test_a_job_branches_when_it_first_starts(run, launches, capsys, monkeypatch):
+    from hpcflow.slurm import client, submission
+    from hpcflow.store import RunWriter, open
+
+    with RunWriter(run) as writer:
+        for number in range(3):
+            writer.commit(number, {})
+    assert cli.main(["submit", "--dry-run", f"--resume={run}@2"]) == 0
+    assert "-m hpcflow train --resume" in capsys.readouterr().out
+    assert cli.main(["submit", "--dry-run", f"--resume={run}@4"]) == 2
+    assert "@4: iteration 4 is not in the run; committed are 1 to 3" in capsys.readouterr().err
+    asked = []
+    monkeypatch.setattr(submission, "refuse_problems", lambda config: None)
+    monkeypatch.setattr(client, "states", lambda jobs: {})
+    monkeypatch.setattr(client, "sbatch", lambda path, words, flags: asked.append(words) or "7")
+    assert cli.main(["submit", f"--resume={run}@2"]) == 0
+    assert asked == [["--as-submitted", f"{run}@2"]] and open(run).iterations == [0, 1, 2]
+    # The job: it starts; is queued again; another one was queued again before it ever launched.
+    monkeypatch.setattr(cli.job, "keep_alive", lambda run, config, once: once())
+    monkeypatch.setattr(cli.job, "environment", lambda config: {})
+    monkeypatch.setattr(cli, "_problems", lambda config: [])
+    left = []
+    for job_id, restarts in (("7", "0"), ("7", "1"), ("8", "1")):
+        monkeypatch.setenv("SLURM_JOB_ID", job_id)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        assert cli.main(["train", *asked[0]]) == 0
+        left.append(open(run).iterations)
+        with RunWriter(run) as writer:
+            writer.commit(len(left[-1]), {})
+    assert left == [[0, 1], [0, 1, 2], [0, 1]] and len(launches) == 3
+
+
 def test_resume_names_the_runs_that_are_there(run, capsys):
     assert cli.main(["train", "--resume", str(run) + "x"]) == 2
     assert run.name in capsys.readouterr().err

@@ -141,12 +141,15 @@ def idle_attempts(done: list[int]) -> int:
 
 def find_run(parent: Path) -> Path | None:
     """The run directory in ``parent`` that this Slurm job began, before it was queued again."""
-    me = os.environ.get("SLURM_JOB_ID")
-    for path in sorted(parent.glob("*/launches.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True):
-        lines = path.read_text().splitlines()
-        if any(json.loads(line).get("slurm_job") == me for line in lines):
-            return path.parent
-    return None
+    begun = sorted(parent.glob("*/launches.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
+    return next((path.parent for path in begun if launched(path.parent)), None)
+
+
+def launched(run: Path) -> bool:
+    """Whether this Slurm job has launched ``run`` before."""
+    me, path = os.environ.get("SLURM_JOB_ID"), run / "launches.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any(json.loads(line).get("slurm_job") == me for line in lines)
 
 
 def say(text: str) -> None:

@@ -40,9 +40,9 @@ def resume_text(config: Config) -> str:
     """The script that continues a run, whose directory is its first argument, on nodes as ``config`` needs
     them.
     """
-    said = f"Continue a run from its last committed iteration, on nodes for {config.name}. "
-    said += "Any other run, on its own nodes: hpcflow submit --resume RUN"
-    head = _head(said, "resume", "RUN ", "--resume RUN")
+    said = "Continue a run from its last committed iteration, with RUN@N as it was after iteration N, "
+    said += f"on nodes for {config.name}. Any other run, on its own nodes: hpcflow submit --resume RUN[@N]"
+    head = _head(said, "resume", "RUN[@N] ", "--resume RUN")
     return head + directives(config) + _body(config, "train --resume")
 
 

@@ -42,8 +42,12 @@ def _missing_models(config: Config) -> Problems:
                 )
 
 
-def submit(config: Config, words: Sequence[str], run: Path | None = None) -> tuple[str, Path]:
+def submit(
+    config: Config, words: Sequence[str], run: Path | None = None, branch: int | None = None
+) -> tuple[str, Path]:
     """Submit a new run, or the continuation of ``run`` with ``config``; (job id, run directory).
+
+    ``branch``: the job goes on as after this iteration; when it starts, those after it count no more.
 
     ``words`` are the overrides of which ``config`` was composed. ValueError when a live job uses ``run``
     already.
@@ -59,7 +63,8 @@ def submit(config: Config, words: Sequence[str], run: Path | None = None) -> tup
     run_folder.write_config(run, snapshot.moved(config, run))
     logs = run / "job"
     logs.mkdir(exist_ok=True)
-    job = client.sbatch(str(path), ["--as-submitted", str(run)], [f"--output={logs}/%j_0_log.out"])
+    there = str(run) if branch is None else f"{run}@{branch}"
+    job = client.sbatch(str(path), ["--as-submitted", there], [f"--output={logs}/%j_0_log.out"])
     with (run / JOBS).open("a") as file:
         file.write(
             json.dumps({"time": time.time(), "job": job, "script": str(path), "argv": sys.argv}) + "\n"
