@@ -116,17 +116,26 @@ def check_run(folder: Path, algorithm: str, options: list[str]) -> Run:
     return run
 
 
+def often(prompt: str, response: str, record: dict[str, Any]) -> float:
+    """No number for about every third response, decided by its text."""
+    return lower_half(prompt, response, record) if sum(map(ord, response)) % 3 else float("nan")
+
+
 def test_the_gap_between_the_engines_without_another_pass(tmp_path: Path) -> None:
     """Ratios to the rollout's log-probs: the first mini-batch of the update tells how far those are from the
-    policy's own, which are the reference's before the first step. A generation engine in bfloat16 is far."""
+    policy's own, which are the reference's before the first step. A generation engine in bfloat16 is far.
+    Samples without a reward count here as little as in the loss."""
     options = ["algorithm.old_log_probs=rollout", "protocol.generation.dtype=bfloat16"]
+    options += ["models.reward.function=tests.training.test_algorithms:often", "models.reward.max_error_rate=1"]
     run, _ = train(tmp_path, ["algorithm=grpo", *SHORT, *GROUPS, *options])
     first = run.iteration(0)
     columns = first.columns
     assert equal(columns["old_log_probs"], columns["rollout_log_probs"])
     gap = columns["ref_log_probs"].values - columns["rollout_log_probs"].values
     place = torch.arange(len(first.ids)).repeat_interleave(columns["response_ids"].lengths)
-    gap = gap[place // 4 % 2 == 0].abs()  # every second prompt of four draws
+    counted = columns["loss_mask"].values
+    assert counted.any() and not counted.all()
+    gap = gap[(place // 4 % 2 == 0) & counted].abs()  # every second prompt of four draws
     assert gap.mean() > 1e-3
     assert first.metrics["actor/rollout_gap"] == pytest.approx(float(gap.mean()), rel=1e-3)
     assert first.metrics["actor/rollout_gap_max"] == pytest.approx(float(gap.max()), rel=1e-3)
@@ -269,6 +278,7 @@ def test_agents_propose_judge_and_revise(tmp_path: Path) -> None:
         assert all(p == 0 for p, own in zip(one("rollout_log_probs"), mask, strict=True) if not own)
         told += bool(used)
     assert 0 < told < len(iteration.ids), "the tool answers some drafts, not all"
+    assert iteration.metrics["proposer/rollout_gap_max"] < 1e-4, "of the proposer's own tokens"
     assert iteration.facts["versions"] | {"proposer": 2, "judge": 2} == iteration.facts["versions"]
     for prefix in ("", "judge."):
         rows = {"reward": columns["reward"], "reward_ok": columns["reward_ok"]}
@@ -300,7 +310,8 @@ def test_an_algorithm_of_the_users_own_module(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(tmp_path))
     overrides = shlex.split(command)[2:]
     path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    run, _ = train(tmp_path, [*overrides, *SHORT], env=path, forked=False)  # a fork would keep its server's path
+    # a fork would keep its server's path
+    run, _ = train(tmp_path, [*overrides, *SHORT], env=path, forked=False)
     columns = run.iteration(1).columns
     for row, reward in zip(columns["advantages"].tolist(), columns["reward"].tolist(), strict=True):
         assert row == pytest.approx([3 * reward] * len(row))
