@@ -14,7 +14,9 @@ from hpcflow import report_failures, store
 from hpcflow.slurm import usage
 
 Facts = dict[str, Any]
-CURVES = ("reward", "kl", "response_length", "actor/loss", "critic/loss", "tokens_per_s")
+CURVES = ("reward", "kl", "response_length", "tokens_per_s")
+CURVES_OF_MODELS = ("loss", "rollout_gap", "mean", "multiplier")
+"""Drawn of every model that has them; mean: of a cost, which the multiplier holds below its limit."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def _lines(run: store.Run, history: list[Facts]) -> Iterable[str]:
     yield from _quarters(history)
     yield from _evals(run, history)
     yield from _nodes(history)
+    yield from _trace(history)
     yield from _accelerators(history)
     yield from report_failures.lines(run, history)
     yield from usage.lines(run, history)
@@ -204,6 +207,20 @@ def _nodes(history: list[Facts]) -> Iterable[str]:
     yield ""
 
 
+def _trace(history: list[Facts]) -> Iterable[str]:
+    """The calls of the last iteration, in the order in which the dataflow made them."""
+    nodes = [node for node in history[-1].get("nodes", ()) if node["model"] != "recorder"] if history else []
+    if not nodes:
+        return
+    began = min(node["start"] for node in nodes)
+    rows = [(f"iteration {history[-1]['iteration']}, call by call", "begins at s", "takes s", "KiB moved")]
+    for node in sorted(nodes, key=lambda node: node["call"]):
+        times = (node["start"] - began, node["end"] - node["start"], node.get("bytes", 0) / 1024)
+        rows.append((f"{node['model']}.{node['method']}", *map(_number, times)))
+    yield from _table(rows)
+    yield ""
+
+
 def _accelerators(history: list[Facts]) -> Iterable[str]:
     updates = len(history)
     samples, tokens, accelerator_s = (
@@ -248,13 +265,16 @@ def _continue(run: store.Run) -> str:
 
 
 def draw_curves(history: list[Facts], path: Path) -> None:
-    """The metrics of `CURVES` that were recorded, over iterations, as a PNG. OSError when not writable."""
+    """The metrics of `CURVES` and `CURVES_OF_MODELS` that were recorded, over iterations, as a PNG. OSError
+    when not writable."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [name for name in CURVES if any(name in facts["metrics"] for facts in history)]
+    recorded = {name for facts in history for name in facts["metrics"]}
+    models = sorted(name for name in recorded if name.partition("/")[2] in CURVES_OF_MODELS)
+    names = [name for name in CURVES if name in recorded] + models
     if not names:
         return
     columns = min(3, len(names))

@@ -68,7 +68,8 @@ def test_a_finished_run(run):
     assert "held-out   before: reward 0.25 +- 0.03 (32 samples)" in text
     assert "held-out   before to after: 0.25 -> 0.75, +0.5 = +10.0 standard errors" in text
     assert [line.split() for line in text.splitlines() if "update_actor" in line] == [
-        ["actor.update_actor", "8", "3", "75.0", "%", "1"]
+        ["actor.update_actor", "8", "3", "75.0", "%", "1"],  # of all iterations
+        ["actor.update_actor", "0", "3", "1024"],  # of the last
     ]
     assert "capacity   8 updates; per update 4 samples, 32 tokens, 8 accelerator-seconds" in text
     assert lines(text, "idle") == [
@@ -164,6 +165,30 @@ def test_rewards_that_failed_are_counted_by_error(tmp_path):
     found = report(tmp_path).splitlines()
     start = found.index("rewards    of 12 samples 4 failed for good, 5 were asked for more than once")
     assert found[start + 1 : start + 3] == ["        3  slow", "        1  bad"]
+
+
+def test_the_calls_of_the_last_iteration_in_their_order(tmp_path):
+    """Two policies that take turns: the same method twice, times from the first call on."""
+    calls = [
+        ("proposer", "generate_sequences", 10.0, 12.0, 0),
+        ("judge", "generate_sequences", 12.5, 14.0, 2048),
+        ("proposer", "continue_sequences", 14.0, 14.5, 512),
+        ("recorder", "record", 14.0, 14.1, 99),
+    ]
+    names = ("model", "method", "start", "end", "bytes")
+    nodes = [{"call": 7 + k, "ranks": [2]} | dict(zip(names, call, strict=True)) for k, call in enumerate(calls)]
+    with store.RunWriter(tmp_path) as writer:
+        write(writer, 0, [0.0, 1.0, 0.0, 1.0])
+        write(writer, 1, [0.0, 1.0, 0.0, 1.0], nodes=nodes[::-1], metrics={"judge/loss": 1.0, "cost/mean": 2.0})
+    (tmp_path / "config.yaml").write_text("name: x\niterations: 2\n")
+    text = report(tmp_path).splitlines()
+    begin = next(i for i, line in enumerate(text) if "iteration 1, call by call" in line)
+    assert [line.split() for line in text[begin + 1 : begin + 5]] == [
+        ["proposer.generate_sequences", "0", "2", "0"],
+        ["judge.generate_sequences", "2.5", "1.5", "2"],
+        ["proposer.continue_sequences", "4", "0.5", "0.5"],
+        [],
+    ]
 
 
 def test_no_iterations(tmp_path):

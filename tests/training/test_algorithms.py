@@ -16,6 +16,7 @@ from hpcflow.config import Config, load
 from hpcflow.data.columns import Columns, Ragged, texts
 from hpcflow.data.ids import group_key, unpack
 from hpcflow.data.models import resolve_model
+from hpcflow.data.prompts import permutation
 from hpcflow.data.resolve import resolve
 from hpcflow.data.tokenizers import load_tokenizer
 from hpcflow.store.reader import Run
@@ -213,13 +214,17 @@ def test_dynamic_sampling_replaces_what_teaches_nothing(tmp_path: Path) -> None:
     ]
     two, _ = train(tmp_path / "two", base)
     one, _ = train(tmp_path / "one", [*base, "placement.pools={all: {ranks: 1, models: [actor, reward]}}"])
-    position = 0
+    config, position = config_of(two), 0
+    prompts = sum(1 for _ in Path(config.data.train).open())
+    order = permutation(config.seed, 0, prompts).tolist()
     for number in two.iterations:
         iteration = two.iteration(number)
         keys, reward = group_key(iteration.ids), iteration.columns["reward"]
         assert len(iteration.ids) == 8 and len(keys.unique()) == 4
         assert all(reward[keys == key].unique().numel() == 2 for key in keys.unique())
         rounds = iteration.metrics["actor/rounds"]
+        places = [order.index(prompt) for prompt in unpack(iteration.ids)[1].tolist()]
+        assert places == sorted(places) and position <= places[0] and places[-1] < position + 4 * rounds
         position += 4 * rounds
         assert rounds > 1 and iteration.facts["data_position"] == position
         assert iteration.metrics["actor/kept_groups"] >= 4
