@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hpcflow.engines import isolation
 from hpcflow.engines.generation import Generated, check_lengths, check_prompts
@@ -78,6 +79,7 @@ class VLLMEngine:
             with address:
                 self._llm = vllm.LLM(
                     model=path,
+                    load_format="dummy",  # the weights come from the training engine; no rank reads them all
                     dtype=protocol.dtype,
                     tensor_parallel_size=tensor_parallel,
                     distributed_executor_backend="external_launcher",
@@ -99,10 +101,16 @@ class VLLMEngine:
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights by full tensors under Hugging Face names, the same on each rank; cached
-        prefixes of the old weights are dropped."""
+        prefixes of the old weights are dropped.
+
+        Must come before the first generation. A layer's tensors are held until it is complete, never the whole
+        model. RuntimeError when nothing came for a parameter.
+        """
         with self._sandbox.inside():
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            (missing,) = self._llm.collective_rpc(_reload, args=(weights,))
             self._llm.reset_prefix_cache()
+        if missing:
+            raise RuntimeError(f"no weights came for {', '.join(missing[:4])} of the generation engine")
         self.version = version
 
     def generate(
@@ -115,6 +123,7 @@ class VLLMEngine:
         (RuntimeError on all of them otherwise). ValueError for a prompt that does not fit.
         """
         assert len(prompts) == len(seeds)
+        assert self.version is not None, "load_weights comes first"
         self._agree(prompts, seeds, sampling, greedy)
         check_prompts(prompts, sampling.max_tokens, self.max_model_len)
         if not prompts:
@@ -186,3 +195,34 @@ class VLLMEngine:
         with self._sandbox.inside(), isolation.default_group_kept():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
+
+
+
+def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
+    """Replace the weights of vLLM's worker. Returns the names of parameters for which nothing came."""
+    model = worker.get_model()
+    names, load = {name for name, _ in model.named_parameters()}, model.load_weights
+
+    def note_what_came(weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        came = load(weights)
+        names.difference_update(came)
+        return came
+
+    with mock.patch.object(model, "load_weights", note_what_came):
+        worker.reload_weights(weights_iterator=weights)
+    _prepare_tied_heads(model)
+    return sorted(names)
+
+
+def _prepare_tied_heads(model: nn.Module) -> None:
+    """Give an output head that shares the embedding's weight the new values.
+
+    On CPUs a layer computes with a packed copy of its weight, which vLLM renews when weights come for the layer;
+    for a tied head none do.
+    """
+    seen = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and id(weight) in seen:
+            module.quant_method.process_weights_after_loading(module)
+        seen.add(id(weight))

@@ -30,13 +30,13 @@ SAMPLING = Sampling(max_tokens=12)
 BOUND = 1e-4
 
 
+# heads of 32: vLLM on CPUs has no smaller ones; std such that neither one token nor all are likely
+RECIPE = f"random:llama?vocab_size={VOCAB}&hidden_size=128&layers=2&heads=4&kv_heads=2&std=0.12&vocab=words"
+
+
 @pytest.fixture(scope="module")
 def path() -> str:
-    # heads of 32: vLLM on CPUs has no smaller ones; std such that neither one token nor all are likely
-    recipe = (
-        f"random:llama?vocab_size={VOCAB}&hidden_size=128&layers=2&heads=4&kv_heads=2&std=0.12&vocab=words"
-    )
-    return str(resolve_model(recipe))
+    return str(resolve_model(RECIPE))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,8 @@ def seeds(count: int = 20) -> list[int]:
 
 
 def make(name: str, path: str, tensor_parallel: int = 1, **changes: Any) -> Any:
-    return generation_engine(name)(
+    """An engine with the weights in ``path``."""
+    engine = generation_engine(name)(
         path,
         protocol=GenerationProtocol(**{**GENERATION, "tensor_parallel": tensor_parallel, **changes}),
         tensor_parallel=tensor_parallel,
@@ -67,6 +68,9 @@ def make(name: str, path: str, tensor_parallel: int = 1, **changes: Any) -> Any:
         max_prompt_tokens=30,
         max_tokens=SAMPLING.max_tokens,
     )
+    assert engine.version is None
+    engine.load_weights(iter(load_file(f"{path}/model.safetensors").items()), 0)
+    return engine
 
 
 def told(generated: Generated) -> list[tuple[list[int], list[float], bool]]:
@@ -149,9 +153,21 @@ def one_rank(name: str, path: str, folder: Path) -> dict[str, Any]:
     dist.all_reduce(total)  # the default group has outlived the engine
     fresh = make(name, str(folder))
     found["fresh"] = told(fresh.generate(prompts(), seeds(), SAMPLING))
+    if name == "vllm":
+        found["unset"] = load_partly(fresh, folder)
     fresh.close()
     found["state kept to the end"] = process_state()[3:] == before[3:]
     return found
+
+
+def load_partly(engine: Any, folder: Path) -> str:
+    """What an engine says whose first weights lack one."""
+    engine.version = None
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(RuntimeError) as caught:
+        engine.load_weights(iter(weights.items()), 0)
+    return str(caught.value)
 
 
 def fail_and_recover(engine: Any) -> tuple[int, list]:
@@ -293,9 +309,14 @@ def test_the_plain_engine_draws_each_token_as_often_as_it_is_likely() -> None:
 @pytest.mark.parametrize("name", ["vllm", "plain"])
 def test_loaded_weights_are_exactly_those_of_a_fresh_engine(found: dict, name: str) -> None:
     told = found[name]
-    assert (told["version before"], told["version"]) == (None, 1)
+    assert (told["version before"], told["version"]) == (0, 1)
     assert told["updated"] == told["fresh"]
     assert told["updated"] != told["all"]
+
+
+def test_weights_that_did_not_come_are_named(found: dict) -> None:
+    said = "no weights came for model.layers.1.mlp.down_proj.weight of the generation engine"
+    assert found["vllm"]["unset"] == said
 
 
 def test_a_failed_generation_leaves_nothing_behind(found: dict) -> None:
@@ -352,6 +373,24 @@ def test_one_engine_over_two_ranks_then_two_engines(found: dict, path: str) -> N
         assert told["names"] == [] and told["sum"] == 1
     assert_same(first["apart"] + second["apart"], alone, 0.0)
     assert (first["one idle"], second["one idle"]) == ([], alone[:3])
+
+
+def tied_gaps(path: str) -> list[float]:
+    """Differences to the training engine's log-probs before and after an update."""
+    engine, trained = make("vllm", path), trainer(path, optimizer=Optimizer(lr=1e-2, eps=1e-4))
+    gaps = []
+    for _ in range(2):
+        made = engine.generate(prompts(), seeds(), SAMPLING)
+        gaps.append(gap(made, prompts(), trained))
+        rows = as_rows(prompts(), made) | dict.fromkeys(("advantages", "old"), made.log_probs)
+        trained.train(rows, [torch.arange(20)], policy_loss)
+        engine.load_weights(trained.full_weights(), trained.version)
+    engine.close()
+    return gaps
+
+
+def test_a_tied_output_head_gets_new_weights_too(vllm: None) -> None:
+    assert max(run_ranks(1, tied_gaps, str(resolve_model(f"{RECIPE}&tie=true")))[0]) < BOUND
 
 
 def refusals(path: str) -> list[str]:
