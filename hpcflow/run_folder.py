@@ -6,6 +6,7 @@ The layout is described in `hpcflow.store`; here are the parts that are written 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -65,14 +66,17 @@ def create(config: Config, run: Path | None = None) -> Path:
 
 
 def write_config(run: Path, config: Config) -> None:
-    """Write config.yaml and objects.json, each at once and whole."""
-    for name, text in (
-        ("config.yaml", dump(config)),
-        ("objects.json", json.dumps(objects(config), indent=1)),
-    ):
-        temp = run / (name + ".tmp")
-        temp.write_text(text)
-        os.replace(temp, run / name)
+    """Write config.yaml and objects.json, each at once and whole; OSError leaves both as they were."""
+    texts = {"config.yaml": dump(config), "objects.json": json.dumps(objects(config), indent=1)}
+    try:
+        for name, text in texts.items():
+            (run / f"{name}.tmp").write_text(text)
+    except OSError:
+        for name in texts:
+            (run / f"{name}.tmp").unlink(missing_ok=True)
+        raise
+    for name in texts:
+        os.replace(run / f"{name}.tmp", run / name)
 
 
 def record_launch(run: Path, config: Config, resumed: bool) -> None:
@@ -95,7 +99,7 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
 def iterations_done(run: Path) -> int:
     """Iterations up to the last complete checkpoint that no branch superseded (`hpcflow.store.checkpoint`).
     """
-    rewinds, done = _lines(run / "iterations" / "rewinds.jsonl"), 0
+    rewinds, done = log_entries(run / "iterations" / "rewinds.jsonl"), 0
     for path in run.glob("checkpoints/iteration_*/complete.json"):
         match = re.fullmatch(r"iteration_(\d+)(\.\d+)?", path.parent.name)
         if match is None:
@@ -111,10 +115,10 @@ def evaluated(run: Path) -> set[int]:
 
     A branch back to iteration k leaves what was recorded of the state after iteration k.
     """
-    rewinds = _lines(run / "iterations" / "rewinds.jsonl")
+    rewinds = log_entries(run / "iterations" / "rewinds.jsonl")
     return {
         entry["iteration"]
-        for entry in _lines(run / "evals.jsonl")
+        for entry in log_entries(run / "evals.jsonl")
         if not any(
             entry.get("sequence", 0) <= rewind["sequence"] and entry["iteration"] > rewind["iteration"]
             for rewind in rewinds
@@ -129,7 +133,7 @@ def complete(run: Path, config: Config) -> bool:
     return done and (not evaluates or config.iterations in evaluated(run))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def log_entries(path: Path) -> list[dict[str, Any]]:
     """The entries of a log, as `hpcflow.store.durable.read_lines`, without torch. Torn lines are left out."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
@@ -168,8 +172,8 @@ def branch(run: Path, done: int) -> str:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Keep other launches out of ``run`` while inside. ValueError when there is one already."""
-    with (run / ".lock").open("w") as file:
+    """Keep other launches out of ``run`` while inside. ValueError when there is one already, and as `written`."""
+    with written(run), (run / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -177,6 +181,21 @@ def locked(run: Path) -> Iterator[None]:
                 f"{run} is in use by another launch; wait for its end, or start a new run"
             ) from None
         yield
+
+
+@contextlib.contextmanager
+def written(run: Path) -> Iterator[None]:
+    """ValueError that says what to do in place of an OSError because ``run`` cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        denied = isinstance(error, PermissionError) and str(error.filename).startswith(str(run))
+        if not denied and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise ValueError(
+            f"{run} cannot be written to: {error.strerror}. What is committed in it stays as it is; make space "
+            f"or get write access there, then: hpcflow train --resume {run}"
+        ) from error
 
 
 def changes(old: Config, new: Config) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """The command line: what it prints, refuses and leaves behind. The launch is a stand-in: no ranks start."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import yaml
 
 from hpcflow import cli, config, report, run_folder
 from hpcflow.mpi import launch
+from tests.store.test_files import tmpfs  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 TINY = "experiment=tiny"
@@ -253,6 +255,30 @@ def test_a_run_in_use_is_refused(run, launches, capsys):
         assert cli.main(["train", "--resume", str(run)]) == 2
     assert "in use by another launch" in capsys.readouterr().err and not launches
     assert cli.main(["train", "--resume", str(run)]) == 0
+
+
+def test_a_run_that_cannot_be_written_to_is_said_and_stays_as_it_was(run, launches, capsys, tmpfs):
+    there = tmpfs / run.name
+    shutil.copytree(run, there)
+    before = {path.name: path.read_bytes() for path in there.iterdir() if path.is_file()}
+    with (tmpfs / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    resume = ["train", "--resume", str(there), "iterations=9"]
+
+    def refused(why):
+        assert cli.main(resume) == 2 and not launches
+        said = capsys.readouterr().err
+        assert f"{there} cannot be written to: {why}. What is committed in it stays" in said
+        now = {path.name: path.read_bytes() for path in there.iterdir() if path.is_file()}
+        assert now == before
+
+    refused("No space left on device")
+    (tmpfs / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
+    refused("Read-only file system")
+    subprocess.run(["mount", "-o", "remount,rw", tmpfs], check=True)
+    assert cli.main(resume) == 0 and len(launches) == 1
 
 
 def test_runs_started_at_once_get_directories_of_their_own(tmp_path):

@@ -51,7 +51,8 @@ class Session:
     def train(self) -> None:
         """From the last checkpoint, or from the beginning, to the last iteration; then stop all ranks."""
         try:
-            self._train()
+            with run_folder.written(self.run):
+                self._train()
         except WorkerError as error:
             try:
                 decided = self.recovery.failed(error)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpcflow import run_folder
 from hpcflow.config import Config
 from hpcflow.dataflow.stopping import CONTINUE_LATER
 from hpcflow.slurm import client
@@ -105,8 +106,7 @@ def _record(run: Path, facts: dict) -> bool:
 
 def attempts(run: Path) -> list[dict]:
     """The ends of launches inside Slurm jobs so far, oldest first."""
-    path = run / ATTEMPTS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return run_folder.log_entries(run / ATTEMPTS)
 
 
 def _queue_again(run: Path, wanted: bool) -> int:
@@ -147,9 +147,8 @@ def find_run(parent: Path) -> Path | None:
 
 def launched(run: Path) -> bool:
     """Whether this Slurm job has launched ``run`` before."""
-    me, path = os.environ.get("SLURM_JOB_ID"), run / "launches.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return any(json.loads(line).get("slurm_job") == me for line in lines)
+    me = os.environ.get("SLURM_JOB_ID")
+    return any(entry.get("slurm_job") == me for entry in run_folder.log_entries(run / "launches.jsonl"))
 
 
 def say(text: str) -> None:

@@ -96,9 +96,7 @@ def jobs(run: Path) -> list[str]:
     """The ids of the Slurm jobs in which ``run`` was, or is to be, computed; the oldest first."""
     found = []
     for name, key in ((JOBS, "job"), ("launches.jsonl", "slurm_job")):
-        path = run / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        found += [str(job) for line in lines if (job := json.loads(line).get(key))]
+        found += [str(job) for entry in run_folder.log_entries(run / name) if (job := entry.get(key))]
     return list(dict.fromkeys(found))
 
 
