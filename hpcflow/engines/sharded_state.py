@@ -2,8 +2,10 @@
 read.
 
 A folder holds ``NAME-of-RANKS.safetensors`` files. Each stores its rank's rows (dimension 0) of every tensor
-under ``kind/name`` and, in the header's metadata, counters and the first row of each tensor. A reader copies
-the rows that it needs out of the files that have them, whatever the number of ranks was. Nothing is pickled.
+under ``kind/name`` and, in the header's metadata, counters and where the rows begin, in the form of
+torch.distributed.checkpoint (DCP), which reads the folder without this module: `HuggingFaceStorageReader`, and
+`consolidate_safetensors_files` for whole tensors. Nothing is pickled. DCP loads, but does not save: its writer
+neither hashes while it writes nor does without collectives, which a background thread must not make.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed.checkpoint.hf_storage import (
+    CUSTOM_METADATA_KEY,
+    SAVED_OFFSETS_KEY,
+    HuggingFaceStorageReader,
+)
 from torch.distributed.tensor import DTensor
 
 Groups = dict[str, dict[str, DTensor]]
@@ -86,10 +95,11 @@ def snapshot(groups: Groups, counters: dict[str, int]) -> Snapshot:
     """A copy of this rank's part. No communication."""
     parts, layout = {}, {}
     for key, tensor, local in _local(groups):
-        parts[key] = local.to("cpu", copy=True).contiguous()
-        layout[key] = [first_row(tensor), list(tensor.shape)]
+        if len(local):
+            parts[key] = local.to("cpu", copy=True).contiguous()
+            layout[key] = {SAVED_OFFSETS_KEY: [first_row(tensor), *[0] * (tensor.ndim - 1)]}
     name = f"{dist.get_rank():05d}-of-{dist.get_world_size():05d}.safetensors"
-    return Snapshot(name, parts, {"counters": json.dumps(counters), "layout": json.dumps(layout)})
+    return Snapshot(name, parts, {"counters": json.dumps(counters), CUSTOM_METADATA_KEY: json.dumps(layout)})
 
 
 def save(folder: Path, groups: Groups, counters: dict[str, int]) -> None:
@@ -104,21 +114,21 @@ def load(folder: Path, groups: Groups) -> dict[str, int]:
 
     ValueError when files are missing, or when a tensor is missing or has another shape.
     """
-    readers = [safe_open(path, "pt") for path in _files(folder)]
-    layouts = [json.loads(reader.metadata()["layout"]) for reader in readers]
-    for key, tensor, local in _local(groups):
-        if key not in layouts[0]:
+    first, reader = _files(folder)[0], HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    state = {key: tensor for key, tensor, _ in _local(groups)}
+    for key, tensor in state.items():
+        if key not in saved:
             raise ValueError(f"{folder} has no {key}; it was saved by another model or optimizer")
-        if layouts[0][key][1] != list(tensor.shape):
-            shape = layouts[0][key][1]
-            raise ValueError(f"{folder}: {key} has shape {shape}, this model {list(tensor.shape)}")
-        begin, end = first_row(tensor), first_row(tensor) + local.shape[0]
-        for reader, layout in zip(readers, layouts, strict=True):
-            piece, start = reader.get_slice(key), layout[key][0]
-            low, high = max(begin, start), min(end, start + piece.get_shape()[0])
-            if low < high:
-                local[low - begin : high - begin].copy_(piece[low - start : high - start])
-    return json.loads(readers[0].metadata()["counters"])
+        if saved[key].size != tensor.shape:
+            shapes = list(saved[key].size), list(tensor.shape)
+            raise ValueError(f"{folder}: {key} has shape {shapes[0]}, this model {shapes[1]}")
+        if sum(chunk.sizes.numel() for chunk in saved[key].chunks) != tensor.numel():
+            raise ValueError(f"{folder} lacks rows of {key}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank plans for itself
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return json.loads(safe_open(first, "pt").metadata()["counters"])
 
 
 def _files(folder: Path) -> list[Path]:
