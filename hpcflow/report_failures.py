@@ -1,9 +1,9 @@
-"""What failed in a run, what was run again because of it, and rewards that could not be computed."""
+"""What failed in a run, and what was run again because of it; steps not taken; rewards that failed."""
 
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
@@ -14,12 +14,13 @@ from hpcflow.data.columns import texts
 Entry = dict[str, Any]
 SHOWN = 10
 """Failures, and kinds of errors of rewards, that are listed: the last ones, the most frequent ones."""
-WIDTH = 110
+WIDTH, INDENT = 110, " " * 4
 
 
 def lines(run: store.Run, history: list[Entry]) -> Iterable[str]:
     """Lines of a report; none where nothing failed."""
     yield from _failures(run.failures)
+    yield from _skipped(history)
     yield from _rewards(run, history)
 
 
@@ -33,11 +34,9 @@ def _failures(entries: list[Entry]) -> Iterable[str]:
     if len(found) > SHOWN:
         yield f"  ({len(found) - SHOWN} earlier ones are in failures.jsonl)"
     for failed, resumed in found[-SHOWN:]:
-        yield _cut(f"  {datetime.fromtimestamp(failed['time']):%Y-%m-%d %H:%M:%S}  {_what(failed)}")
-        indent = " " * 4
-        yield from textwrap.wrap(
-            _then(failed, resumed), WIDTH, initial_indent=indent, subsequent_indent=indent
-        )
+        when = f"  {datetime.fromtimestamp(failed['time']):%Y-%m-%d %H:%M:%S}  "
+        yield from _wrapped(_what(failed), when, lines=2)
+        yield from _wrapped(_then(failed, resumed), INDENT, lines=5)
 
 
 def _paired(entries: list[Entry]) -> Iterable[tuple[Entry, Entry | None]]:
@@ -94,6 +93,20 @@ def _then(failed: Entry, resumed: Entry | None) -> str:
     return text
 
 
+def _skipped(history: list[Entry]) -> Iterable[str]:
+    """Updates of which mini-batches took no step (protocol.training.bad_step=skip), by model."""
+    shares: defaultdict[str, list[float]] = defaultdict(list)
+    for facts in history:
+        for name, value in facts["metrics"].items():
+            if name.endswith("/skipped"):
+                shares[name.removesuffix("/skipped")].append(value)
+    for model, of_updates in shares.items():
+        hit = sum(share > 0 for share in of_updates)
+        if hit:
+            part = 100 * sum(of_updates) / len(of_updates)
+            yield f"skipped    {model}: {part:.3g} % of its mini-batches took no step, in {hit} iterations"
+
+
 def _rewards(run: store.Run, history: list[Entry]) -> Iterable[str]:
     known = [facts for facts in history if "reward_error_rate" in facts["metrics"]]
     total = sum(facts["samples"] for facts in known)
@@ -107,10 +120,13 @@ def _rewards(run: store.Run, history: list[Entry]) -> Iterable[str]:
             columns = run.iteration(facts["iteration"]).columns
             errors.update(filter(None, texts(columns["reward_error"]) if "reward_error" in columns else ()))
     for error, count in errors.most_common(SHOWN):
-        yield _cut(f"  {count:>7}  {error}")
+        yield from _wrapped(error, f"  {count:>7}  ", lines=1)
     if len(errors) > SHOWN:
         yield f"  (and {len(errors) - SHOWN} other errors)"
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+def _wrapped(text: str, first: str, lines: int) -> list[str]:
+    """At most so many lines, the first beginning with ``first``, the others indented."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=INDENT, max_lines=lines, placeholder="..."
+    )

@@ -122,7 +122,7 @@ def test_failures_and_what_was_run_again(run):
         decided("resume", 40.0, 4, "", seconds=None),  # after an orderly stop: nothing failed
         decided("resume", 50.0, 5, "critic.update_critic", seconds=1.5),  # the controller died
         {"event": "failure", "time": 60.0, "error": "rank 3 died; last known: idle"},
-        decided("failure", 70.0, 6, "actor.load_prompts", error="z" * 200, seconds=0.5),
+        decided("failure", 70.0, 6, "actor.load_prompts", error="rank 3 failed:\n" + "zz " * 99, seconds=0.5),
     ):
         store.append_line(run / "failures.jsonl", entry)
     found = report(run).splitlines()
@@ -139,14 +139,23 @@ def test_failures_and_what_was_run_again(run):
         "rank 3 died; last known: idle",
         "    not relaunched yet; no iteration was in progress",
     ]
-    assert found[start + 11].endswith("zzz...") and len(found[start + 11]) == 110
-    assert found[start + 12].startswith("    not relaunched yet, again from iteration 7, actor.load_prompts")
+    long = "".join(line[4 if number else 23 :] for number, line in enumerate(found[start + 11 : start + 13]))
+    assert long.startswith("rank 3 failed: ") and long.endswith("...") and "zz" in long
+    assert found[start + 13].startswith("    not relaunched yet, again from iteration 7, actor.load_prompts")
     for number in range(20):
         store.append_line(run / "failures.jsonl", decided("resume", 80.0 + number, number, "a.b", seconds=1.0))
     found = report(run).splitlines()
     start = found.index("failures   24: 1 made good inside the launch, 23 by another one")
     assert found[start + 1] == "  (14 earlier ones are in failures.jsonl)"
     assert sum("again from iteration" in line for line in found[start:]) == 10
+
+
+def test_steps_that_were_not_taken(tmp_path):
+    with store.RunWriter(tmp_path) as writer:
+        for i, (actor, critic) in enumerate([(0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (0.0, 0.0)]):
+            writer.commit(i, {"metrics": {"actor/skipped": actor, "critic/skipped": critic}})
+    found = lines(report(tmp_path), "skipped")
+    assert found == ["skipped    actor: 37.5 % of its mini-batches took no step, in 2 iterations"]
 
 
 def test_rewards_that_failed_are_counted_by_error(tmp_path):

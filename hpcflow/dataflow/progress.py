@@ -47,6 +47,11 @@ class Progress:
         for name, form in (("reward", "{:+.3f}"), ("kl", "{:.4f}"), ("tokens_per_s", "{:.1f}")):
             if name in metrics:
                 parts.append(f"{name} {form.format(metrics[name])}")
+        parts += [
+            f"{name.removesuffix('/skipped')} skipped {100 * value:.0f} % of its steps"
+            for name, value in metrics.items()
+            if name.endswith("/skipped") and value > 0
+        ]
         parts += [f"{self._seconds[-1]:.1f} s", f"left {_clock(left)}"]
         self.say("  ".join(parts))
 

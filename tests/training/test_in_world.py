@@ -128,7 +128,9 @@ def test_bad_steps_stop_the_run_or_are_skipped_as_the_policy_says(tmp_path: Path
     assert why in failure["error"] and failure["decision"]["node"] == "critic.update_critic"
 
     config, run = new_run(tmp_path / "skip", ["iterations=2", *limit, "protocol.training.bad_step=skip"])
-    launch(config, run, "be_rank_with_bad_numbers", what=what).check()
+    result = launch(config, run, "be_rank_with_bad_numbers", what=what).check()
+    said = [line for line in result.stdout.splitlines() if "skipped" in line]
+    assert len(said) == 1 and "iteration 2/2" in said[0] and "critic skipped 50 % of its steps" in said[0]
     first, second = (open_run(run).iteration(number).metrics for number in (0, 1))
     assert first["critic/skipped"] == 0.0 and second["critic/skipped"] == 0.5
     assert math.isfinite(second["critic/loss"]) and math.isfinite(second["critic/value_error"])
