@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpcflow.data.columns import Columns, Ragged, select_rows
-from hpcflow.engines import batching, gloo_comm, sharded_state, token_model
+from hpcflow.engines import batching, sharded_state, sharding, token_model
 from hpcflow.engines.adamw import ShardedAdamW, global_sum
 from hpcflow.engines.objective import Loss, Term
 
@@ -87,36 +85,13 @@ class FSDPEngine:
                 parameter.requires_grad_(False)
                 if not name.startswith("value_head."):
                     parameter.data = parameter.data.to(self.dtype)
-        self._shard()
+        sharding.shard(self.model, protocol, self.world, self.device)
         weights.read_into(hf)
         # Taken while sharded: gathering swaps the modules' attributes; these objects stay and get gradients.
         named = dict(self.model.named_parameters())
         self.parameters: dict[str, DTensor] = {name.removeprefix("hf."): p for name, p in named.items()}
-        self._owned = _owners(self.model, list(named))
+        self._owned = sharding.owners(self.model, list(named))
         self._optimizer = ShardedAdamW(self.parameters, optimizer) if optimizer else None
-
-    def _shard(self) -> None:
-        """Split the parameters over the ranks, then give memory to those on the meta device."""
-        mesh = init_device_mesh(self.device.type, (self.world,))
-        release = self.protocol.reshard_after_forward
-        policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
-        for layer in self.model.layers():
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=release)
-        if self.model.head == "value":
-            exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-            fully_shard(self.model.value_head, mesh=mesh, mp_policy=exact, reshard_after_forward=release)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=release)
-        for module in self._units():
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if self.device.type == "cpu":
-                module.set_custom_all_gather(gloo_comm.BroadcastAllGather())
-                module.set_custom_reduce_scatter(gloo_comm.PairwiseReduceScatter())
-        # Not to_empty(), which would empty the buffers too.
-        self.model._apply(lambda t: torch.empty_like(t, device=self.device) if t.is_meta else t)
-
-    def _units(self) -> list[FSDPModule]:
-        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     # -- scoring ---------------------------------------------------------------------------------------------
 
@@ -252,8 +227,8 @@ class FSDPEngine:
         self._optimizer.drop_gradients()
         if not skips:
             raise FloatingPointError(
-                f"mini-batch {number} of update {self.version}: {bad[0]}; no step was taken. To go on without such "
-                "mini-batches resume with protocol.training.bad_step=skip"
+                f"mini-batch {number} of update {self.version}: {bad[0]}; no step was taken. To go on without "
+                "such mini-batches resume with protocol.training.bad_step=skip"
             )
         return {"skipped": 1.0}
 
@@ -303,7 +278,7 @@ class FSDPEngine:
         self.version = counters["version"]
         if self._optimizer:
             self._optimizer.set_steps(counters["steps"])
-        for unit in self._units():
+        for unit in sharding.units(self.model):
             unit.reshard()  # what was gathered before is stale
 
     def _state(self) -> sharded_state.Groups:
@@ -320,13 +295,3 @@ class FSDPEngine:
 
 def _none(rows: Columns) -> Columns:
     return select_rows(rows, torch.zeros(0, dtype=torch.int64))
-
-
-def _owners(model: torch.nn.Module, names: list[str]) -> list[tuple[FSDPModule, list[str]]]:
-    """Each sharded unit with the names of the parameters that are gathered with it."""
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    owned: dict[str, list[str]] = {name: [] for name in units}
-    for name in names:
-        inside = [unit for unit in units if not unit or name.startswith(unit + ".")]
-        owned[max(inside, key=len)].append(name)
-    return [(units[unit], inside) for unit, inside in owned.items()]

@@ -1,7 +1,7 @@
 """Hugging Face folders read part by part: the architecture without memory for its weights, and the weights
 straight from the safetensors files into each rank's shards.
 
-No rank holds more than its shards and one tensor of a file's slice. Nothing is pickled.
+No rank holds more than its shards and one slice of a file. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def architecture(auto: Any, path: str, trust_remote_code: bool) -> nn.Module:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory when a module registers them, before anything is written to it. Buffers are
-    computed as ever, because no file holds most of them: torch.device("meta") would lose their values."""
+    """Parameters lose their memory when a module registers them, before anything is written to it. Buffers
+    are computed as ever, because no file holds most of them: torch.device("meta") would lose their values.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -112,7 +113,8 @@ class Weights:
     def _check_shape(self, key: str, name: str, tensor: torch.Tensor) -> None:
         shape = self._readers[key].get_slice(key).get_shape()
         if shape != list(tensor.shape):
-            raise ValueError(f"{self.path}: {key} has shape {shape}, its config.json makes {name} {list(tensor.shape)}")
+            own = list(tensor.shape)
+            raise ValueError(f"{self.path}: {key} has shape {shape}, its config.json makes {name} {own}")
 
     def _read(self, key: str, rows: slice | None = None) -> torch.Tensor:
         return self._readers[key].get_slice(key)[... if rows is None else rows]

@@ -3,9 +3,9 @@ read.
 
 A folder holds ``NAME-of-RANKS.safetensors`` files. Each stores its rank's rows (dimension 0) of every tensor
 under ``kind/name`` and, in the header's metadata, counters and where the rows begin, in the form of
-torch.distributed.checkpoint (DCP), which reads the folder without this module: `HuggingFaceStorageReader`, and
-`consolidate_safetensors_files` for whole tensors. Nothing is pickled. DCP loads, but does not save: its writer
-neither hashes while it writes nor does without collectives, which a background thread must not make.
+torch.distributed.checkpoint (DCP). DCP reads the folder without this module (`HuggingFaceStorageReader`), and
+makes whole tensors of it (`consolidate_safetensors_files`). Nothing is pickled. DCP loads but does not save:
+its writer does not hash on the way and needs collectives, which a background thread must not make.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Snapshot:
         end = 0
         for key, tensor in self.parts.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()
-            entries[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+            shape = list(tensor.shape)
+            entries[key] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
         header = json.dumps(entries).encode()
         header += b" " * (-len(header) % 8)
         yield memoryview(len(header).to_bytes(8, "little") + header)

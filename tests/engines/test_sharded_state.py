@@ -35,8 +35,9 @@ def train_and_save(folder: Path) -> dict[str, Any]:
     engine = make()
     engine.train(select_rows(batch(4), torch.arange(4)), [torch.arange(4)], value_loss)
     engine.save(folder)
-    full = {f"{kind}/{name}": t.full_tensor() for kind, ts in engine._state().items() for name, t in ts.items()}
-    return {"digests": digests(engine), "full": {key: tensor.detach() for key, tensor in full.items()}}
+    groups = engine._state().items()
+    full = {f"{kind}/{name}": t.full_tensor().detach() for kind, ts in groups for name, t in ts.items()}
+    return {"digests": digests(engine), "full": full}
 
 
 def load(folder: Path) -> tuple[dict[str, str], int]:
@@ -73,7 +74,7 @@ def test_dcp_alone_reads_a_checkpoint(saved: tuple[Path, dict[str, Any]]) -> Non
     assert {key.split("/")[0] for key in state} == {"model", "exp_avg", "exp_avg_sq"}
 
 
-def test_dcp_consolidates_a_checkpoint_to_whole_tensors(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_dcp_makes_whole_tensors_of_a_checkpoint(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, told = saved
     consolidate_safetensors_files(str(folder), str(tmp_path), dict.fromkeys(told["full"], 1))
     assert_equal(load_file(tmp_path / "model-00001-of-00001.safetensors"), told["full"])
