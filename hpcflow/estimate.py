@@ -115,7 +115,8 @@ def stored_params(folder: Path) -> int | None:
 def rank_memory(config: Config, facts: Facts, *, gpu: bool = False) -> dict[str, dict[str, float]]:
     """GiB of one rank at its peak, by pool and purpose. ``facts`` by model, of those that have weights.
 
-    ``gpu``: of the memory of its GPU, where weights arrive in shards and no processes live.
+    Loading needs no more: each rank reads its own part of the files straight into its shards. ``gpu``: of the
+    memory of its GPU, where no processes live.
     """
     return {
         name: _pool_memory(config, pool.ranks, pool.models, facts, gpu)
@@ -144,8 +145,7 @@ def _pool_memory(config: Config, ranks: int, models: list[str], facts: Facts, gp
             continue
         per_param = TRAINED_BYTES[dtype] if spec.optimizer else BYTES[dtype]
         parts[name] = per_param * facts[name].params / ranks / GIB
-        loading = 0 if gpu else 4 * facts[name].params  # every rank reads all of the weights into its memory
-        working.append(max(_pass_bytes(config, spec, facts[name]), loading) / GIB)
+        working.append(_pass_bytes(config, spec, facts[name]) / GIB)
         if spec.worker == "actor":
             share = BYTES[generation.dtype] / generation.tensor_parallel
             parts[f"{name} generation"] = share * facts[name].params / GIB
