@@ -227,8 +227,8 @@ class FSDPEngine:
         self._optimizer.drop_gradients()
         if not skips:
             raise FloatingPointError(
-                f"mini-batch {number} of update {self.version}: {bad[0]}; no step was taken. To go on without "
-                "such mini-batches resume with protocol.training.bad_step=skip"
+                f"mini-batch {number} of update {self.version}: {bad[0]}; no step was taken. To go on "
+                "without such mini-batches resume with protocol.training.bad_step=skip"
             )
         return {"skipped": 1.0}
 

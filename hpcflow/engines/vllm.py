@@ -197,7 +197,6 @@ class VLLMEngine:
         del self._llm
 
 
-
 def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
     """Replace the weights of vLLM's worker. Returns the names of parameters for which nothing came."""
     model = worker.get_model()
