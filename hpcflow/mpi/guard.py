@@ -231,9 +231,13 @@ class Guard:
             "time": time.time(),
             "host": socket.gethostname(),
         }
-        file = os.open(self.exits or "", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.write(file, (json.dumps(line) + "\n").encode())  # one write: lines of different ranks never mix
-        os.close(file)
+        text = json.dumps(line)
+        try:
+            file = os.open(self.exits or "", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.write(file, f"{text}\n".encode())  # one write: lines of different ranks never mix
+            os.close(file)
+        except OSError as error:
+            print(f"cannot write {self.exits}: {error.strerror}; {text}", file=sys.stderr, flush=True)
 
     def _kill_descendants(self) -> None:
         end = time.monotonic() + KILL_LIMIT_S
@@ -266,6 +270,8 @@ class Guard:
         """Whether every rank of this launch has its line in the file, so that nobody needs the rest of the
         grace.
         """
+        if not os.path.exists(self.exits or ""):  # none could be written
+            return False
         with open(self.exits or "", "rb") as file:
             file.seek(self.offset)
             return file.read().count(b"\n") >= int(os.environ.get("PMI_SIZE", sys.maxsize))

@@ -107,6 +107,14 @@ def test_a_rank_under_slurm_cuts_its_values_shorter_than_the_plugin_says(tmp_pat
     assert process.returncode == 0 and manager.recv(1024) == b""
 
 
+def test_ends_that_cannot_be_written_are_printed() -> None:
+    command = [sys.executable, "-I", "-S", guard.__file__, "--exits", "/dev/full", "--", "false"]
+    done = subprocess.run(command, env={"PMI_RANK": "3", "PMI_SIZE": "4"}, capture_output=True, text=True)
+    assert "cannot write /dev/full: No space left on device" in done.stderr
+    assert '"rank": 3' in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == -signal.SIGKILL  # so that Hydra ends the ranks that have not called MPI_Init
+
+
 def test_abort_gives_its_code(tmp_path: Path) -> None:
     result = run_world(3, PROGRAMS + "end_badly", {"how": "abort", "who": 1, "folder": str(tmp_path)})
     assert result.rc == 7
