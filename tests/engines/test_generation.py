@@ -129,6 +129,8 @@ def one_rank(name: str, path: str, folder: Path) -> dict[str, Any]:
     by_token = Sampling(max_tokens=12, stop_token_ids=[token])
     found["stop_token"] = token
     found["stopped_by_token"] = told(engine.generate(prompts(), seeds(), by_token, greedy=True))
+    short = Sampling(max_tokens=len(found["stopped_by_token"][0][0]), stop_token_ids=[token])
+    found["stopped at the limit"] = told(engine.generate(prompts()[:1], seeds(1), short, greedy=True))
     found["stopped"], found["word"] = told(engine.generate(prompts(), seeds(), stopping, greedy=True)), word
     found["refused"] = []
     for asked in ([[5]] * 3 + [[6] * 60], [[5], []]):
@@ -262,7 +264,10 @@ def test_stop_tokens_end_a_response(found: dict, name: str) -> None:
         end = greedy.index(token) + 1 if token in greedy else len(greedy)
         assert stopped == greedy[:end]
         assert cut == (end == 12 and greedy[-1] != token and cut)
-    assert len(found[name]["stopped_by_token"][0][0]) <= 3 and not found[name]["stopped_by_token"][0][2]
+    first = found[name]["stopped_by_token"][0]
+    assert len(first[0]) <= 3 and not first[2]
+    ((tokens, _, cut),) = found[name]["stopped at the limit"]
+    assert tokens == first[0] and not cut, "its last token is the last that the limit allows"
 
 
 @pytest.mark.parametrize("name", ["vllm", "plain"])
