@@ -50,7 +50,10 @@ def _called(config: Config, facts: Facts) -> Problems:
             yield Problem("algorithm.models", models, f"{function} calls {name}", works)
         elif name not in models:
             yield Problem(
-                "algorithm.function", function, f"calls {name}, which is no model", f"m.{nearest(name, models)}"
+                "algorithm.function",
+                function,
+                f"calls {name}, which is no model",
+                f"m.{nearest(name, models)}",
             )
     for name, method in methods_called(function)[0]:
         known = WRITES.get(config.models[name].worker) if name in config.models else None
@@ -80,7 +83,9 @@ def _columns(config: Config, facts: Facts) -> Problems:
     if not {"critic", "cost_critic"}.isdisjoint(workers.values()):
         calls["value_loss"] = algorithm.value_loss
     for key, call in calls.items():
-        missing = [column for column in (columns_read(call.function) or ()) if column not in made] if call else []
+        missing = (
+            [column for column in (columns_read(call.function) or ()) if column not in made] if call else []
+        )
         if missing:
             why, works = _maker(config, missing[0])
             yield Problem(
@@ -152,7 +157,7 @@ def _cost(config: Config, facts: Facts) -> Problems:
                 None,
                 f"nothing holds the policy to the limit of {name}",
                 "algorithm.state={function: 'hpcflow.algorithms.lagrange:multiplier', args: {limit: "
-                "${models.%s.limit}}, initial: {multiplier: 1.0}}" % name,
+                f"${{models.{name}.limit}}}}, initial: {{multiplier: 1.0}}}}",
             )
 
 

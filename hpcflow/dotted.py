@@ -173,7 +173,7 @@ def _from_source(args: ast.arguments) -> Signature:
     positional = [a.arg for a in args.posonlyargs + args.args]
     keyword = [a.arg for a in args.kwonlyargs]
     required = positional[: len(positional) - len(args.defaults)]
-    required += [name for name, default in zip(keyword, args.kw_defaults) if default is None]
+    required += [name for name, default in zip(keyword, args.kw_defaults, strict=True) if default is None]
     by_position = math.inf if args.vararg else len(positional)
     return Signature([a.arg for a in args.args] + keyword, required, args.kwarg is not None, by_position)
 

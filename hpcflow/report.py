@@ -107,13 +107,15 @@ def _quarters(history: list[Facts]) -> Iterable[str]:
     parts = quarters(history)
     rows = [("iterations", "reward", "KL", "length", "truncated", "tokens/s", "s/iteration")]
     for part in parts:
-        rows.append((
-            f"{part[0]['iteration']}-{part[-1]['iteration']}",
-            str(reward(part)),
-            *(_number(weighted(part, name)) for name in ("kl", "response_length", "truncated_rate")),
-            _number(rate(part)),
-            _number(_mean([facts["wall_s"] for facts in part if "wall_s" in facts])),
-        ))
+        rows.append(
+            (
+                f"{part[0]['iteration']}-{part[-1]['iteration']}",
+                str(reward(part)),
+                *(_number(weighted(part, name)) for name in ("kl", "response_length", "truncated_rate")),
+                _number(rate(part)),
+                _number(_mean([facts["wall_s"] for facts in part if "wall_s" in facts])),
+            )
+        )
     yield ""
     yield from _table(rows)
     if len(parts) > 1:

@@ -97,8 +97,7 @@ def record_launch(run: Path, config: Config, resumed: bool) -> None:
 
 
 def iterations_done(run: Path) -> int:
-    """Iterations up to the last complete checkpoint that no branch superseded (`hpcflow.store.checkpoint`).
-    """
+    """Iterations up to the last complete checkpoint that no branch superseded (`hpcflow.store.checkpoint`)."""
     rewinds, done = log_entries(run / "iterations" / "rewinds.jsonl"), 0
     for path in run.glob("checkpoints/iteration_*/complete.json"):
         match = re.fullmatch(r"iteration_(\d+)(\.\d+)?", path.parent.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,15 @@ def fork_server(monkeypatch: pytest.MonkeyPatch) -> str:
     socket = worlds.server().socket
     monkeypatch.setenv("HPCFLOW_FORKSERVER", socket)
     return socket
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    point = tmp_path / "small"
+    point.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", point], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {made.stderr.decode().strip()}")
+    yield point
+    subprocess.run(["umount", point], check=True)

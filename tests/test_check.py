@@ -471,7 +471,9 @@ def test_an_unknown_algorithm_is_named_with_the_nearest():
 
 
 def test_a_key_that_another_refers_to_is_named():
-    with pytest.raises(ValueError, match=r"state.args.limit=\$\{models.cost.limit\}: there is no models.cost.limit"):
+    with pytest.raises(
+        ValueError, match=r"state.args.limit=\$\{models.cost.limit\}: there is no models.cost.limit"
+    ):
         c.compose(["experiment=tiny", "algorithm=safe_rlhf", "~models.cost.limit"])
 
 

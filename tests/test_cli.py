@@ -15,7 +15,6 @@ import yaml
 
 from hpcflow import cli, config, report, run_folder
 from hpcflow.mpi import launch
-from tests.store.test_files import tmpfs  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 TINY = "experiment=tiny"

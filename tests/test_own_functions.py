@@ -83,13 +83,24 @@ def test_a_function_of_ones_own(name: str) -> None:
         ("./own_good.py:mine", ["not of the form package.module:name"]),
         ("own_raises:mine", ["cannot be imported: RuntimeError: no licence"]),
         ("own_syntax:mine", ["cannot be imported: SyntaxError", "own_syntax.py, line 1"]),
-        ("own_needs:other", ["cannot be imported: ModuleNotFoundError: No module named 'not_installed_here'"]),
-        ("own_good:one", ["takes 1 by position, but is called with 2: m, prompts", "def one(m, prompts, ...)"]),
-        ("own_good:wrong_method", ["calls actor.generate_sequence, which", "works: m.actor.generate_sequences"]),
+        (
+            "own_needs:other",
+            ["cannot be imported: ModuleNotFoundError: No module named 'not_installed_here'"],
+        ),
+        (
+            "own_good:one",
+            ["takes 1 by position, but is called with 2: m, prompts", "def one(m, prompts, ...)"],
+        ),
+        (
+            "own_good:wrong_method",
+            ["calls actor.generate_sequence, which", "works: m.actor.generate_sequences"],
+        ),
         ("own_good:wrong_model", ["calls rewrad, which is no model; works: m.reward"]),
         (
             "own_good:no_reward",
-            ["reads column reward, which reward.compute_reward makes, but own_good:no_reward does not call it"],
+            [
+                "reads column reward, which reward.compute_reward makes, but own_good:no_reward does not call it"
+            ],
         ),
     ],
 )

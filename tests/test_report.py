@@ -22,13 +22,28 @@ def write(writer, iteration, rewards, **facts):
     }
     stamps = {name: (iteration, "actor", iteration) for name in columns}
     writer.record(iteration, ids_of(iteration), columns, stamps)
-    node = {"call": 1, "model": "actor", "method": "update_actor", "ranks": [2], "start": 0.0, "end": 3.0,
-            "bytes": 1 << 20}
-    writer.commit(iteration, {
-        "versions": {"actor": iteration + 1, "critic": iteration + 1}, "wall_s": 4.0, "tokens": 32,
-        "accelerator_s": 8.0, "idle": {"trainer waits for batch": 2.0, "straggler": 0.5},
-        "nodes": [node], "metrics": {"kl": iteration / 10, "actor/loss": -0.1}, **facts,
-    })
+    node = {
+        "call": 1,
+        "model": "actor",
+        "method": "update_actor",
+        "ranks": [2],
+        "start": 0.0,
+        "end": 3.0,
+        "bytes": 1 << 20,
+    }
+    writer.commit(
+        iteration,
+        {
+            "versions": {"actor": iteration + 1, "critic": iteration + 1},
+            "wall_s": 4.0,
+            "tokens": 32,
+            "accelerator_s": 8.0,
+            "idle": {"trainer waits for batch": 2.0, "straggler": 0.5},
+            "nodes": [node],
+            "metrics": {"kl": iteration / 10, "actor/loss": -0.1},
+            **facts,
+        },
+    )
 
 
 @pytest.fixture
@@ -116,7 +131,13 @@ def test_failures_and_what_was_run_again(run):
     inside = "engine 1 of actor raised and was rebuilt: Traceback (most recent call last):\n  y\nRuntimeError: CUDA"
     update = (2, "actor.update_actor", ["actor.load_prompts", "actor.generate_sequences"], [0, 1])
     for entry in (
-        {"event": "in_world", "time": 10.0, "iteration": 1, "node": "actor.generate_sequences#1", "error": inside},
+        {
+            "event": "in_world",
+            "time": 10.0,
+            "iteration": 1,
+            "node": "actor.generate_sequences#1",
+            "error": inside,
+        },
         decided("failure", 20.0, *update, error=error, seconds=3.25),
         decided("resume", 30.0, *update, seconds=3.0),
         decided("resume", 40.0, 4, "", seconds=None),  # after an orderly stop: nothing failed
@@ -143,7 +164,9 @@ def test_failures_and_what_was_run_again(run):
     assert long.startswith("rank 3 failed: ") and long.endswith("...") and "zz" in long
     assert found[start + 13].startswith("    not relaunched yet, again from iteration 7, actor.load_prompts")
     for number in range(20):
-        store.append_line(run / "failures.jsonl", decided("resume", 80.0 + number, number, "a.b", seconds=1.0))
+        store.append_line(
+            run / "failures.jsonl", decided("resume", 80.0 + number, number, "a.b", seconds=1.0)
+        )
     found = report(run).splitlines()
     start = found.index("failures   24: 1 made good inside the launch, 23 by another one")
     assert found[start + 1] == "  (14 earlier ones are in failures.jsonl)"
@@ -185,10 +208,14 @@ def test_the_calls_of_the_last_iteration_in_their_order(tmp_path):
         ("recorder", "record", 14.0, 14.1, 99),
     ]
     names = ("model", "method", "start", "end", "bytes")
-    nodes = [{"call": 7 + k, "ranks": [2]} | dict(zip(names, call, strict=True)) for k, call in enumerate(calls)]
+    nodes = [
+        {"call": 7 + k, "ranks": [2]} | dict(zip(names, call, strict=True)) for k, call in enumerate(calls)
+    ]
     with store.RunWriter(tmp_path) as writer:
         write(writer, 0, [0.0, 1.0, 0.0, 1.0])
-        write(writer, 1, [0.0, 1.0, 0.0, 1.0], nodes=nodes[::-1], metrics={"judge/loss": 1.0, "cost/mean": 2.0})
+        write(
+            writer, 1, [0.0, 1.0, 0.0, 1.0], nodes=nodes[::-1], metrics={"judge/loss": 1.0, "cost/mean": 2.0}
+        )
     (tmp_path / "config.yaml").write_text("name: x\niterations: 2\n")
     text = report(tmp_path).splitlines()
     begin = next(i for i, line in enumerate(text) if "iteration 1, call by call" in line)

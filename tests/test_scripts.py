@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [*ROOT.glob("sbatch/*.sh"), *(ROOT / name for name in ("tools/setup.sh", "tools/test.sh", ".ci/run"))]
+SCRIPTS = [
+    *ROOT.glob("sbatch/*.sh"),
+    *(ROOT / name for name in ("tools/setup.sh", "tools/test.sh", ".ci/run")),
+]
 
 
 def executable(path: Path, text: str) -> None:

@@ -110,9 +110,7 @@ def run_world(
     """
     with tempfile.TemporaryDirectory(prefix="hpcflow-world-") as name:
         folder = Path(name)
-        (folder / "call.json").write_text(
-            json.dumps({"function": function, "args": args or {}})
-        )
+        (folder / "call.json").write_text(json.dumps({"function": function, "args": args or {}}))
         socket = server(vllm).socket if forked else ""
         environment = rank_environment(
             threads, {"HPCFLOW_FORKSERVER": socket, "PYTHONPATH": str(ROOT), **(env or {})}

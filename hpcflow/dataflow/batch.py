@@ -83,7 +83,9 @@ class Batch:
         names = list(names)
         missing = [name for name in names if name not in self.columns]
         if missing:
-            raise ValueError(f"the batch has no column {', '.join(missing)}; it has {', '.join(self.columns)}")
+            raise ValueError(
+                f"the batch has no column {', '.join(missing)}; it has {', '.join(self.columns)}"
+            )
         return Batch(self._controller, self.rows, {name: self.columns[name] for name in names})
 
     def stamps(self) -> dict[str, Stamp]:

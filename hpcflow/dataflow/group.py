@@ -21,7 +21,12 @@ class WorkerGroup:
     """``ranks`` in training order. ``version``: weight version after all calls issued so far."""
 
     def __init__(
-        self, world: World, name: str, ranks: tuple[int, ...], layout: Layout, primitives: dict[str, Primitive]
+        self,
+        world: World,
+        name: str,
+        ranks: tuple[int, ...],
+        layout: Layout,
+        primitives: dict[str, Primitive],
     ) -> None:
         self.world, self.name, self.ranks, self.layout = world, name, ranks, layout
         self.primitives = primitives
@@ -49,7 +54,7 @@ class WorkerGroup:
                 primitive, reads=primitive.reads + present, writes=primitive.writes + extra
             )
         place = self.world.place(f"{self.name}.{primitive.name}")
-        make = lambda: self.issue(primitive, batch, arguments, place)  # noqa: E731
+        make = lambda: self.issue(primitive, batch, arguments, place)
         if self.world.recorded is not None:
             rows = batch.rows if batch is not None else arguments.get("rows", 0)
             known = self.world.recorded.instead_of(self, primitive, batch, rows, place, make)

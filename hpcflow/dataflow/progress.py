@@ -30,7 +30,9 @@ class Progress:
         if now - self._noticed < (0.5 if self.terminal else NOTICE_SECONDS):
             return
         self._noticed = now
-        text = f"iteration {self.iteration + 1}/{self.iterations}  {now - self._start:5.1f} s  {self.running()}"
+        text = (
+            f"iteration {self.iteration + 1}/{self.iterations}  {now - self._start:5.1f} s  {self.running()}"
+        )
         if self.terminal:
             sys.stdout.write("\r" + text.ljust(self._shown))
             self._shown = len(text)

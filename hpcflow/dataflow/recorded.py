@@ -27,7 +27,12 @@ class Recorded:
     """
 
     def __init__(
-        self, recorder: WorkerGroup, iteration: int, rows: int, places: dict[str, str], values: dict[str, dict[int, Any]]
+        self,
+        recorder: WorkerGroup,
+        iteration: int,
+        rows: int,
+        places: dict[str, str],
+        values: dict[str, dict[int, Any]],
     ) -> None:
         self.places, self.values, self.rows = places, values, rows
         self.skipped: list[str] = []  # places of calls that were not made
@@ -107,5 +112,3 @@ class Deferred:
                 )
             self._made = {column: origin.now(column) for column, origin in self._make().columns.items()}
         return self._made[name]
-
-

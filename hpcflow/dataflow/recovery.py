@@ -41,11 +41,15 @@ class Point:
 class Recovery:
     """Journals, records and takes up again. ``say``: a line for the user; ``trained``: models with weights of their own."""
 
-    def __init__(self, run: Path, world: World, trained: dict[str, WorkerGroup], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Path, world: World, trained: dict[str, WorkerGroup], say: Callable[[str], None]
+    ) -> None:
         self.run, self.world, self.trained, self.say = run, world, trained, say
         self.recorder: WorkerGroup = world.group(RECORDER)
         self.journal = Journal(run)
-        self._recorded: dict[str, Origin | Deferred] = {}  # what of the iteration is recorded, and where it came from
+        self._recorded: dict[
+            str, Origin | Deferred
+        ] = {}  # what of the iteration is recorded, and where it came from
         self._places: dict[str, str] = {}  # the calls that made what is recorded
         self._taken_up: tuple[int, Progress | None] | None = None
         self.kept: Values = {}  # what calls of the iteration returned that an earlier launch made
@@ -133,7 +137,9 @@ class Recovery:
             return None
         origins = {name: batch.columns[name].now(name) for name in names}
         stored = {name: _stored_name(name, origin, self._places) for name, origin in origins.items()}
-        same = not known or len(names) < len(batch.columns) or any(new != name for name, new in stored.items())
+        same = (
+            not known or len(names) < len(batch.columns) or any(new != name for name, new in stored.items())
+        )
         if not same:
             known.clear()
             self._places.clear()
@@ -155,21 +161,31 @@ class Recovery:
     def failed(self, error: BaseException) -> str:
         """Ask the ranks that still answer, decide, and keep both. Returns what is run again, in words."""
         if not self.journal.writing:
-            append_line(self.run / FAILURES, {"event": "failure", "time": time.time(), "error": _brief(str(error))})
+            append_line(
+                self.run / FAILURES, {"event": "failure", "time": time.time(), "error": _brief(str(error))}
+            )
             return ""
         answers = self.world.controller.inquire()
         progress, committed = read_progress(self.run), self.world.iteration
         found = CheckpointDir(self.run).latest()
         loaded = 0 if found is None else found.iteration + 1
         decision = decide(progress, progress.recorded, answers, loaded=loaded, committed=committed)
-        said = {rank: {call: tuple(state) for call, state in calls.items()} for rank, calls in answers.items()}
+        said = {
+            rank: {call: tuple(state) for call, state in calls.items()} for rank, calls in answers.items()
+        }
         died = sorted(self.world.controller.lost)
         seconds = time.time() - progress.begun if progress else None
         self._keep("failure", decision, error=_brief(str(error)), died=died, answers=said, seconds=seconds)
         return (f"ranks that died: {', '.join(map(str, died))}; " if died else "") + str(decision)
 
     def _keep(self, event: str, decision: Decision, **more: Any) -> None:
-        entry = {"event": event, "time": time.time(), "decision": decision.record(), "text": str(decision), **more}
+        entry = {
+            "event": event,
+            "time": time.time(),
+            "decision": decision.record(),
+            "text": str(decision),
+            **more,
+        }
         append_line(self.run / FAILURES, entry)
 
     # -- going on
@@ -224,7 +240,9 @@ class Recovery:
         """
         facts = open_run(self.run).iteration(iteration).facts
         said = facts["kept"] | {node["place"]: node["values"] for node in facts["nodes"] if node["values"]}
-        values = {place: {int(rank): value for rank, value in by_rank.items()} for place, by_rank in said.items()}
+        values = {
+            place: {int(rank): value for rank, value in by_rank.items()} for place, by_rank in said.items()
+        }
         start = time.time()
         self.world.begin(iteration)
         self.world.recorded = Recorded(self.recorder, iteration, facts["samples"], facts["places"], values)

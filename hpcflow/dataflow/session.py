@@ -31,7 +31,10 @@ class Session:
         self.run, self.config = run, config
         pools, members = assemble(config, str(run), secrets.token_hex(6))
         self.world = World(
-            pools, members, watchdog=config.protocol.watchdog_s, column_cap=int(config.protocol.column_cap_gib * 2**30)
+            pools,
+            members,
+            watchdog=config.protocol.watchdog_s,
+            column_cap=int(config.protocol.column_cap_gib * 2**30),
         )
         self.recorder = self.world.group(RECORDER)
         self.groups = {name: self.world.group(name) for name in members if name != RECORDER}
@@ -40,7 +43,9 @@ class Session:
         flush = self.world.controller.on_turn
         self.stopping = Stopping(lambda: self.world.controller.signals, self.progress.say)
         self.world.controller.on_turn = lambda: (flush(), self.progress.tick(), self.stopping.tick())
-        trained = {name: group for name, group in self.groups.items() if config.models[name].optimizer is not None}
+        trained = {
+            name: group for name, group in self.groups.items() if config.models[name].optimizer is not None
+        }
         self.checkpoints = Checkpoints(self.recorder, trained, config.run.keep)
         self.recovery = Recovery(run, self.world, trained, self.progress.say)
         sizes = config.algorithm.batch
@@ -63,7 +68,9 @@ class Session:
     def _train(self) -> None:
         first = self._resume()
         self.world.drain()
-        self.progress.say(f"{len(self.groups)} models on {sum(map(len, self.worker_pools.values()))} ranks are up")
+        self.progress.say(
+            f"{len(self.groups)} models on {sum(map(len, self.worker_pools.values()))} ranks are up"
+        )
         evaluated = run_folder.evaluated(self.run)
         if first not in evaluated:
             self._evaluate(first)
@@ -148,13 +155,17 @@ class Session:
         batch |= judge.compute_reward(batch)
         primitive = dataclasses.replace(self.recorder.primitives["evaluation"], reads=("reward", "reward_ok"))
         passing = self.config.run.eval_pass if draws > 1 else None
-        handle = self.recorder.call(primitive, batch, {"when": when, "iteration": iteration, "passing": passing})
+        handle = self.recorder.call(
+            primitive, batch, {"when": when, "iteration": iteration, "passing": passing}
+        )
         entry = handle.get()[0]
         if entry["reward_mean"] is not None:
             self.progress.say(
                 f"held-out prompts, {when}: reward {entry['reward_mean']:+.3f} "
                 f"(standard error {entry['reward_se']:.3f}, {entry['samples']} responses)"
-                + "".join(f"  {name} {value:.3f}" for name, value in entry.items() if name.startswith("pass@"))
+                + "".join(
+                    f"  {name} {value:.3f}" for name, value in entry.items() if name.startswith("pass@")
+                )
             )
         self.world.drain()
         self.world.trace.take()

@@ -37,7 +37,20 @@ class Node:
 
     def record(self) -> dict[str, Any]:
         """As the run directory keeps it."""
-        keys = ("call", "place", "model", "method", "ranks", "start", "end", "busy", "bytes", "held", "spans", "values")
+        keys = (
+            "call",
+            "place",
+            "model",
+            "method",
+            "ranks",
+            "start",
+            "end",
+            "busy",
+            "bytes",
+            "held",
+            "spans",
+            "values",
+        )
         return {key: getattr(self, key) for key in keys}
 
 
@@ -93,7 +106,9 @@ class Trace:
         return sorted(nodes, key=lambda node: (node.start, node.call))
 
 
-def idle_seconds(nodes: list[Node], pools: dict[str, tuple[int, ...]], start: float, end: float) -> dict[str, float]:
+def idle_seconds(
+    nodes: list[Node], pools: dict[str, tuple[int, ...]], start: float, end: float
+) -> dict[str, float]:
     """Rank-seconds in which the ranks of ``pools`` computed nothing between ``start`` and ``end``, by cause.
 
     ``straggler``: waiting for the slowest rank of the same call. A gap before a call is charged to what the call waited

@@ -150,5 +150,7 @@ def rank_from_environment() -> int:
     """This process's rank in the MPI world before MPI is initialised. ValueError outside an MPI launch."""
     rank = guard.rank()
     if rank is None:
-        raise ValueError("this process was not started as an MPI rank; start it with `hpcflow train` or mpiexec")
+        raise ValueError(
+            "this process was not started as an MPI rank; start it with `hpcflow train` or mpiexec"
+        )
     return rank

@@ -39,7 +39,9 @@ from hpcflow.mpi.messages import (
 from hpcflow.mpi.transfer import DataPlane
 
 SILENT_SECONDS = 4.0  # several heartbeats: suspicious, when something hangs anyway
-DEAD_SECONDS = 15.0  # no heartbeat for so long: node lost, process stopped, or the interpreter lock never released
+DEAD_SECONDS = (
+    15.0  # no heartbeat for so long: node lost, process stopped, or the interpreter lock never released
+)
 CHECK_SECONDS = 0.1  # how often ranks are looked over for silence and hanging calls
 STACK_SECONDS = 1.0  # how long a hanging rank may take to answer where it is
 ANSWER_SECONDS = 1.0  # how long the ranks may take to answer what became of their calls
@@ -234,7 +236,9 @@ class Controller:
         rank = self._faults[0].rank
         seen, beat = self._beats[rank]
         activity = beat.activity if beat else None
-        doing = f"last known: {activity}, {time.monotonic() - seen:.1f} s ago" if activity else "no heartbeat yet"
+        doing = (
+            f"last known: {activity}, {time.monotonic() - seen:.1f} s ago" if activity else "no heartbeat yet"
+        )
         open_calls = [str(call) for call in self.open.values() if rank in call.ranks]
         return f"rank {rank} died (its connection closed); {doing}; open on it: {', '.join(open_calls) or 'nothing'}"
 

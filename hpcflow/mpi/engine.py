@@ -44,7 +44,9 @@ def own_address(hosts: list[str]) -> str:
         return "127.0.0.1"
     if configured := os.environ.get("HPCFLOW_HOST"):
         return configured
-    for *_, (address, _) in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
+    for *_, (address, _) in socket.getaddrinfo(
+        socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM
+    ):
         if not address.startswith("127."):
             return address
     raise ValueError(
@@ -271,4 +273,3 @@ class Engine:
         """Leave MPI in order, together with all other ranks."""
         MPI.COMM_WORLD.Barrier()
         MPI.Finalize()
-

@@ -42,7 +42,9 @@ class Held:
 @dataclass(frozen=True)
 class _Header:
     stamp: Stamp
-    layout: tuple[tuple[str, bool, torch.dtype, tuple[int, ...]], ...]  # name, ragged, dtype, shape of the values
+    layout: tuple[
+        tuple[str, bool, torch.dtype, tuple[int, ...]], ...
+    ]  # name, ragged, dtype, shape of the values
     rows: int
     inline: bytes | None
 
@@ -179,7 +181,9 @@ class DataPlane:
 class _Incoming:
     """One transfer on its way to this rank."""
 
-    def __init__(self, plane: DataPlane, transfer: Transfer, done: Callable[[torch.Tensor, Columns, int], None]):
+    def __init__(
+        self, plane: DataPlane, transfer: Transfer, done: Callable[[torch.Tensor, Columns, int], None]
+    ):
         self.plane, self.transfer, self.done = plane, transfer, done
         self.me = plane.engine.rank
         self.pieces = transfer.pieces(self.me)
@@ -209,21 +213,26 @@ class _Incoming:
         for piece in self.pieces:
             if piece.rank == self.me:
                 ids, columns, stamp = self.plane.slice(self.transfer, piece)
-                layout = [(n, isinstance(c, Ragged), flat(c).dtype, tuple(flat(c).shape)) for n, c in columns.items()]
+                layout = [
+                    (n, isinstance(c, Ragged), flat(c).dtype, tuple(flat(c).shape))
+                    for n, c in columns.items()
+                ]
                 slices[self.me] = _buffers(ids, columns)
                 self.headers[self.me] = _Header(stamp, tuple(layout), len(ids), None)
             self._check(piece.rank, self.headers[piece.rank].stamp)
         headers = [self.headers[piece.rank] for piece in self.pieces]
         for piece, header in zip(self.pieces, headers, strict=True):
             if header.rows != piece.hi - piece.lo:
-                raise ContractError(f"rank {piece.rank} sent {header.rows} rows instead of {piece.hi - piece.lo}")
+                raise ContractError(
+                    f"rank {piece.rank} sent {header.rows} rows instead of {piece.hi - piece.lo}"
+                )
         ids = torch.empty(sum(header.rows for header in headers), dtype=torch.int64)
         columns, targets = self._allocate(headers)
         requests, received, base = [], 0, [0] * (1 + len(targets))
         for header, piece in zip(headers, self.pieces, strict=True):
             buffers = self._places(header, ids, targets, base)
             received += self._fetch(piece.rank, header, buffers, slices, requests)
-        finish = lambda: self.done(ids, columns, received)  # noqa: E731
+        finish = lambda: self.done(ids, columns, received)
         if requests:
             self.plane.engine.post(requests, (ids, columns), finish)
         else:

@@ -89,7 +89,9 @@ class Channel:
             del self._unread[: FRAME.size + length]
             expected = _signature(self.secret, self.peer, self.me, self._received, body)
             if not hmac.compare_digest(signature, expected):
-                raise ConnectionError(f"a message that claims to come from rank {self.peer} has a wrong signature")
+                raise ConnectionError(
+                    f"a message that claims to come from rank {self.peer} has a wrong signature"
+                )
             self._received += 1
             messages.append(pickle.loads(body))
         return messages

@@ -43,7 +43,6 @@ from hpcflow.mpi.messages import (
     Push,
     Report,
     ShowStack,
-    Signal,
     Stack,
     Stamp,
     Stop,
@@ -100,7 +99,9 @@ class Worker:
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
         self._running: tuple[Call, float] | None = None  # written by the main thread alone
         self._merged: dict[int, tuple[Call, dict[int, Report]]] = {}
-        self._known: dict[int, Call] = {}  # in order of arrival: unfinished calls and the latest finished ones
+        self._known: dict[
+            int, Call
+        ] = {}  # in order of arrival: unfinished calls and the latest finished ones
         self._drops: list[tuple[int, tuple[int, ...]]] = []
         self._last_arrived = self._last_finished = 0
         self._next_heartbeat = 0.0
@@ -181,7 +182,9 @@ class Worker:
         elif isinstance(message, Done):
             self._merge(message.number, message.reports)
         elif isinstance(message, Lost) and message.rank == self.engine.routes.parent(self.engine.rank):
-            sys.stderr.write(f"rank {self.engine.rank}: the connection to rank {message.rank} is gone; leaving\n")
+            sys.stderr.write(
+                f"rank {self.engine.rank}: the connection to rank {message.rank} is gone; leaving\n"
+            )
             os._exit(LOST_CONTROLLER)
         else:
             self.engine.send_up(message)
@@ -199,7 +202,9 @@ class Worker:
             self.engine.send_up(Stack(self.engine.rank, "".join(traceback.format_stack(frame)[-6:])))
         elif isinstance(message, Inquire):
             self._book_all()
-            self.engine.send_up(Answer(self.engine.rank, {number: self._state(number) for number in self._known}))
+            self.engine.send_up(
+                Answer(self.engine.rank, {number: self._state(number) for number in self._known})
+            )
         else:
             self.engine.stopping = True
             self.ready.put(None)
@@ -221,7 +226,10 @@ class Worker:
 
     def _arrive(self, call: Call) -> None:
         if call.number <= self._last_arrived:
-            self._fail(str(call), f"ContractError: a call came twice or late: number {call.number} after {self._last_arrived}")
+            self._fail(
+                str(call),
+                f"ContractError: a call came twice or late: number {call.number} after {self._last_arrived}",
+            )
             return
         self._last_arrived = call.number
         self._remember(call)

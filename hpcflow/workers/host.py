@@ -66,7 +66,9 @@ class Host:
             model = self.models[call.model]
             found = getattr(model, "version", 0)
             if found != call.version:
-                raise StaleWeights(f"{call}: expected weight version {call.version}, but this rank has {found}")
+                raise StaleWeights(
+                    f"{call}: expected weight version {call.version}, but this rank has {found}"
+                )
             rows = Rows(ready.ids, ready.columns, call.iteration)
             result = getattr(model, call.method)(rows, **call.args)
         if not isinstance(result, Output):

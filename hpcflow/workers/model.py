@@ -25,7 +25,6 @@ from hpcflow.store.checkpoint import file_digest
 from hpcflow.workers.host import join_pool
 from hpcflow.workers.primitive import Context, Primitive, Rows, primitive
 
-
 STATE = "state.json"
 Beside = tuple[str, Columns, str, float]
 """A further term of a loss: name of its metric, columns, dotted path of the loss per token, weight."""
@@ -64,10 +63,11 @@ class Model:
 
     def mean(self, values: torch.Tensor) -> float:
         """Mean of the values [n] of all ranks; NaN where there are none."""
-        parts = torch.stack(self.gather(torch.tensor([math.fsum(values.tolist()), len(values)], dtype=torch.float64)))
+        parts = torch.stack(
+            self.gather(torch.tensor([math.fsum(values.tolist()), len(values)], dtype=torch.float64))
+        )
         total, count = parts.view(-1, 2).sum(0).tolist()
         return total / count if count else math.nan
-
 
 
 class Network(Model):
@@ -117,7 +117,10 @@ class Network(Model):
         function, chosen = functools.partial(resolve(loss.function), **loss.args), self._mini_batches(rows)
         if heard is not None:
             function = _overheard(function, heard, len(chosen[0]))
-        terms = [Term(name, columns, chosen, resolve(path), weight=weight) for name, columns, path, weight in beside]
+        terms = [
+            Term(name, columns, chosen, resolve(path), weight=weight)
+            for name, columns, path, weight in beside
+        ]
         steps = self.engine.train(rows.columns, chosen, function, loss.agg, terms)
         names = sorted({name for step in steps for name in step})
         return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
@@ -130,7 +133,9 @@ class Network(Model):
         spread over ranks, and each rank has its share of each. The order changes from epoch to epoch.
         """
         sizes = self.config.algorithm.batch
-        before = [int.from_bytes(each, "little") for each in self.context.exchange(len(rows).to_bytes(8, "little"))]
+        before = [
+            int.from_bytes(each, "little") for each in self.context.exchange(len(rows).to_bytes(8, "little"))
+        ]
         place = sum(before[: self.context.index]) + torch.arange(len(rows))
         if sizes.prompts % sizes.mini_batches == 0:
             place = place // sizes.draws
@@ -217,7 +222,9 @@ def _overheard(loss: Callable, heard: list[Heard], rows: int) -> Callable:
     return listening
 
 
-def with_loss(found: dict[str, Primitive], name: str, loss: Loss, needs: Callable[[str], Any]) -> dict[str, Primitive]:
+def with_loss(
+    found: dict[str, Primitive], name: str, loss: Loss, needs: Callable[[str], Any]
+) -> dict[str, Primitive]:
     """``found`` with the columns that a configured loss reads added to primitive ``name``."""
     import dataclasses
 

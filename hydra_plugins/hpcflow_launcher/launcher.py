@@ -94,5 +94,5 @@ class HetLauncher(Launcher):
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
-        done.return_value  # raises here what the function raised, so that the job fails
+        _ = done.return_value  # raises here what the function raised, so that the job fails
         return done

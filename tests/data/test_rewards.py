@@ -104,7 +104,9 @@ def test_processes_have_no_torch(pool):
 def test_hanging_calls_are_killed_with_what_they_started(tmp_path):
     note = tmp_path / "pids"
     with VerifierPool(ACT, processes=2, timeout_s=2) as pool:
-        reward, ok, errors, *_ = pool.score(samples("sleep", "number 1", f"spawn {note}", "number 2", "sleep"))
+        reward, ok, errors, *_ = pool.score(
+            samples("sleep", "number 1", f"spawn {note}", "number 2", "sleep")
+        )
         assert ok.tolist() == [False, True, False, True, False]
         assert reward.tolist() == [0, 1, 0, 2, 0]
         assert [errors[i] for i in (0, 2, 4)] == ["no answer within 2 s"] * 3

@@ -111,7 +111,9 @@ def only_read_columns(rows: int) -> Any:
         batch = world.models.A.make(rows=rows)
         world.models.B.total(batch).wait()
         world.models.B.add(batch).wait()
-        return [node.bytes for node in world.trace.take() if node.model == "B" and node.method in ("total", "add")]
+        return [
+            node.bytes for node in world.trace.take() if node.model == "B" and node.method in ("total", "add")
+        ]
 
     return run(scenario, pools(2, 2), TWO)
 
@@ -193,7 +195,9 @@ def own_protocol() -> Any:
         batch = a.echo(a.make(rows=7))
         return [equal(batch, 7), [tuple(part) for part in next(iter(batch.columns.values())).owners]]
 
-    protocols.register("LAST_RANK", lambda layout: 2, lambda layout, rank: (int(rank == layout.ranks - 1), rank in (0, 2)))
+    protocols.register(
+        "LAST_RANK", lambda layout: 2, lambda layout, rank: (int(rank == layout.ranks - 1), rank in (0, 2))
+    )
     return run(scenario, pools(3), {"A": {"pool": "a"}})
 
 

@@ -11,7 +11,14 @@ from tests.worlds import run_world
 PROGRAMS = "tests.dataflow.programs:"
 
 BREACHES = {
-    "swapped ids": ["belong to samples [", "columns sums", "[2, 1, 0, 5, ...]", "columns dense", "[0, 1, 2, 3, ...]", "B.total"],
+    "swapped ids": [
+        "belong to samples [",
+        "columns sums",
+        "[2, 1, 0, 5, ...]",
+        "columns dense",
+        "[0, 1, 2, 3, ...]",
+        "B.total",
+    ],
     "rows": ["returned 2 rows for 3 ids; 3 were expected"],
     "stale weights": ["A.learn", "expected weight version 0, but this rank has 1"],
     "stale column": ["model A, weight version 7", "holds iteration 0, model A, weight version 0"],

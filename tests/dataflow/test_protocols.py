@@ -34,7 +34,9 @@ def test_owners_hold_every_row_once_in_order(layout: Layout, name: str, rows: in
 
 
 @given(layouts(), layouts(), st.sampled_from(NAMES), st.sampled_from(NAMES), st.integers(0, 40))
-def test_composed_plans_bring_each_reader_its_rows(a: Layout, b: Layout, out: str, into: str, rows: int) -> None:
+def test_composed_plans_bring_each_reader_its_rows(
+    a: Layout, b: Layout, out: str, into: str, rows: int
+) -> None:
     owners = protocols.plan(protocols.protocol(out), a, range(a.ranks), rows).owners
     readers = protocols.plan(protocols.protocol(into), b, range(100, 100 + b.ranks), rows).readers
     transfer = Transfer(1, 1, ("x",), Stamp(0, "a", 0), owners, readers)

@@ -46,7 +46,9 @@ def made() -> list[Batch]:
     return []
 
 
-def ask(recorded: Recorded, group: FakeGroup, primitive: Primitive, place: str, made: list, rows: int = 8) -> Any:
+def ask(
+    recorded: Recorded, group: FakeGroup, primitive: Primitive, place: str, made: list, rows: int = 8
+) -> Any:
     def make() -> Batch:
         made.append(group.issue(primitive))
         return made[-1]

@@ -22,14 +22,18 @@ LAYOUTS = [
 @pytest.mark.parametrize(("sizes", "layout"), LAYOUTS)
 def test_every_protocol_round_trips(sizes: list[int], layout: dict[str, int]) -> None:
     """concat(collect(distribute(x))) == x, also for empty parts, ragged rows and bfloat16."""
-    result = run_world(1 + sum(sizes), PROGRAMS + "round_trips", {"sizes": sizes, "rows": ROWS, "layout": layout}).check()
+    result = run_world(
+        1 + sum(sizes), PROGRAMS + "round_trips", {"sizes": sizes, "rows": ROWS, "layout": layout}
+    ).check()
     assert result.returned[0] == []
 
 
 MODELS = {"A": "a", "B": "b", "C": "a", "D": "b", "E": "a"}
 
 
-@pytest.mark.parametrize(("sizes", "env"), [([1, 1], {}), ([2, 3], {}), ([2, 3], NO_SHARED_MEMORY), ([3, 4], {})])
+@pytest.mark.parametrize(
+    ("sizes", "env"), [([1, 1], {}), ([2, 3], {}), ([2, 3], NO_SHARED_MEMORY), ([3, 4], {})]
+)
 def test_random_graphs_never_deadlock(sizes: list[int], env: dict[str, str]) -> None:
     """A thousand asynchronous calls over models that share pools; every value is right at the end."""
     args = {"seed": sum(sizes), "calls": 1000, "sizes": sizes, "models": MODELS}
@@ -45,7 +49,10 @@ def test_controller_bytes_do_not_depend_on_the_batch() -> None:
 
 def test_only_columns_that_are_read_move() -> None:
     """12 bytes of ``dense`` and 8 bytes of id for each row; tokens, flags and halves stay where they are."""
-    assert run_world(5, PROGRAMS + "only_read_columns", {"rows": 1000}).check().returned[0] == [20_000, 20_000]
+    assert run_world(5, PROGRAMS + "only_read_columns", {"rows": 1000}).check().returned[0] == [
+        20_000,
+        20_000,
+    ]
 
 
 def test_columns_nobody_holds_are_freed() -> None:

@@ -110,7 +110,6 @@ class Toy:
         if self.context.index == only and what == "version":
             self.version += 1
 
-
     @primitive("ONE_TO_ALL")
     def cpu_seconds(self, rows: Rows) -> float:
         return time.process_time()
@@ -126,7 +125,12 @@ class Toy:
         big = rows["big"].view(-1, 256)
         wrong = int((big != torch.arange(256, dtype=torch.uint8)).any(0).sum()) if len(big) < 1000 else 0
         edges = big[[0, -1]].tolist() if len(big) else []
-        return [big.numel(), wrong, int(all(edge == list(range(256)) for edge in edges)), int(big[:, 7].eq(7).all())]
+        return [
+            big.numel(),
+            wrong,
+            int(all(edge == list(range(256)) for edge in edges)),
+            int(big[:, 7].eq(7).all()),
+        ]
 
 
 class Rogue(Toy):
@@ -158,7 +162,12 @@ class Rogue(Toy):
         return Output({"sums": rows["dense"][:, 0]}, ids=rows.ids.flip(0))
 
 
-def run(scenario: Callable[[World], Any], pools: dict[str, list[int]], models: dict[str, dict[str, Any]], **options: Any):
+def run(
+    scenario: Callable[[World], Any],
+    pools: dict[str, list[int]],
+    models: dict[str, dict[str, Any]],
+    **options: Any,
+):
     """Be one rank of a world with these pools and toy models; rank 0 runs the scenario and returns what it returns.
 
     ``models``: name -> {"pool", "layout": kwargs of Layout (default: pure data parallel), "cls", other arguments}.

@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), max_size=9)
 def rows_of(lengths: list[tuple[int, int]]) -> dict:
     """Token ids count up, so that every place has an id of its own."""
     total = iter(range(1, 10_000))
-    take = lambda n: [next(total) for _ in range(n)]  # noqa: E731
+    take = lambda n: [next(total) for _ in range(n)]
     rows = [(take(p), take(r)) for p, r in lengths]
     return {
         "prompt_ids": Ragged.from_lists([p for p, _ in rows], torch.int64),

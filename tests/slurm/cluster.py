@@ -90,7 +90,11 @@ class Cluster:
     def cancel_all(self) -> None:
         for job in self.jobs:
             client.run("scancel", job)
-        until(lambda: set(client.states(self.jobs).values()) <= set(client.ENDED), 30, lambda: str(client.states(self.jobs)))
+        until(
+            lambda: set(client.states(self.jobs).values()) <= set(client.ENDED),
+            30,
+            lambda: str(client.states(self.jobs)),
+        )
 
 
 def assert_same_training(run: Path, undisturbed: Path) -> None:

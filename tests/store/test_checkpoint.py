@@ -38,7 +38,10 @@ def test_the_last_one_counts_in_number_order(tmp_path, checkpoints):
     assert (iteration, meta) == (10, {"versions": {"actor": 10}, "data_position": 320})
     assert (folder / "actor/0.distcp").read_bytes() == bytes([10]) * 100
     content = json.loads((folder / "complete.json").read_text())
-    assert {name: size for name, (size, _) in content["files"].items()} == {"actor/0.distcp": 100, "rng.json": 2}
+    assert {name: size for name, (size, _) in content["files"].items()} == {
+        "actor/0.distcp": 100,
+        "rng.json": 2,
+    }
 
 
 def test_what_does_not_count_is_named(tmp_path, checkpoints):
@@ -111,7 +114,9 @@ def test_changed_bytes_of_the_same_size_are_found_and_both_digests_named(checkpo
 
 def test_digests_of_writers_are_taken_over(checkpoints):
     (checkpoints.begin(0) / "big").write_bytes(b"abc")
-    assert checkpoints.finish(0, {}, digests={"big": "said by its writer"}).files == {"big": (3, "said by its writer")}
+    assert checkpoints.finish(0, {}, digests={"big": "said by its writer"}).files == {
+        "big": (3, "said by its writer")
+    }
 
 
 def test_checkpoints_beyond_a_branch_point_do_not_count(tmp_path, checkpoints):
@@ -125,7 +130,8 @@ def test_checkpoints_beyond_a_branch_point_do_not_count(tmp_path, checkpoints):
     store.append_line(tmp_path / "iterations/rewinds.jsonl", {"sequence": 4, "iteration": 2})
     assert checkpoints.latest().iteration == 1
     assert {name: why[:10] for name, why in checkpoints.skipped.items()} == {
-        "iteration_2": "superseded", "iteration_3": "superseded"
+        "iteration_2": "superseded",
+        "iteration_3": "superseded",
     }
     again = committed(2, 4)
     assert again.folder.name == "iteration_2.1" and checkpoints.latest() == again

@@ -27,12 +27,15 @@ def damage(run, content):
     path.write_bytes(content(path.read_bytes()))
 
 
-@pytest.mark.parametrize("content, why", [
-    (lambda old: old[: len(old) // 2], "truncated: "),
-    (lambda old: old[:-1], "truncated: "),
-    (lambda old: b"", "not an HDF5 file"),
-    (lambda old: b"PK\x03\x04" + bytes(5000), "not an HDF5 file"),
-])
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (lambda old: old[: len(old) // 2], "truncated: "),
+        (lambda old: old[:-1], "truncated: "),
+        (lambda old: b"", "not an HDF5 file"),
+        (lambda old: b"PK\x03\x04" + bytes(5000), "not an HDF5 file"),
+    ],
+)
 def test_damaged_files_are_skipped_and_named(run, content, why):
     damage(run, content)
     reader = store.open(run)
@@ -143,18 +146,6 @@ def test_leftovers_of_a_killed_writer_are_removed_by_the_next(run):
     assert leftover.exists()
     store.RunWriter(run).close()
     assert not leftover.exists()
-
-
-@pytest.fixture
-def tmpfs(tmp_path):
-    """Mounts a small file system; gives a function to remount it read-only."""
-    point = tmp_path / "small"
-    point.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", point], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {made.stderr.decode().strip()}")
-    yield point
-    subprocess.run(["umount", point], check=True)
 
 
 def test_a_full_disk_is_said_and_nothing_is_lost(tmpfs):

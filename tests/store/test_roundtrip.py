@@ -14,8 +14,15 @@ from hpcflow.store import schema
 from tests.store.runs import assert_same, columns_of, ids_of, write
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
-    torch.bfloat16, torch.float8_e4m3fn,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
 ]
 
 
@@ -133,29 +140,35 @@ def test_summary_by_hand(tmp_path):
         given = {"actor/loss": math.nan, "kl": 99.0}
         metrics = writer.commit(0, {"tokens": 6, "wall_s": 1.5, "metrics": given})
     assert metrics.pop("actor/loss") is not None
-    assert metrics == pytest.approx({
-        "reward": 3.0,
-        "reward_se": math.sqrt(7.0 / 3),  # variance (4 + 1 + 9) / 2 over 3 samples
-        "reward_samples": 3,
-        "reward_error_rate": 0.25,
-        "truncated_rate": 0.25,
-        "response_length": 1.5,
-        "kl": 0.4,
-        "tokens_per_s": 4.0,
-    })
+    assert metrics == pytest.approx(
+        {
+            "reward": 3.0,
+            "reward_se": math.sqrt(7.0 / 3),  # variance (4 + 1 + 9) / 2 over 3 samples
+            "reward_samples": 3,
+            "reward_error_rate": 0.25,
+            "truncated_rate": 0.25,
+            "response_length": 1.5,
+            "kl": 0.4,
+            "tokens_per_s": 4.0,
+        }
+    )
     read = store.open(tmp_path).iteration(0)
     assert math.isnan(read.metrics["actor/loss"]) and read.metrics["kl"] == metrics["kl"]
     assert read.facts["samples"] == 4
 
 
-@pytest.mark.parametrize("ok, expected", [
-    ([], {}),
-    ([False], {"reward_error_rate": 1.0, "reward_samples": 0}),
-    ([True], {"reward_error_rate": 0.0, "reward_samples": 1, "reward": 5.0}),
-])
+@pytest.mark.parametrize(
+    "ok, expected",
+    [
+        ([], {}),
+        ([False], {"reward_error_rate": 1.0, "reward_samples": 0}),
+        ([True], {"reward_error_rate": 0.0, "reward_samples": 1, "reward": 5.0}),
+    ],
+)
 def test_summary_with_hardly_any_samples(tmp_path, ok, expected):
     columns = {
-        "reward": torch.full((len(ok),), 5.0), "reward_ok": torch.tensor(ok, dtype=torch.bool),
+        "reward": torch.full((len(ok),), 5.0),
+        "reward_ok": torch.tensor(ok, dtype=torch.bool),
         "kl": Ragged.from_lists([[]] * len(ok), torch.float32),
     }
     with store.RunWriter(tmp_path) as writer:
@@ -189,9 +202,18 @@ def test_samples_as_plain_values(tmp_path):
         write(writer, 5)
     run = store.open(tmp_path)
     assert run.samples(4, Tokenizer())[1] == {
-        "iteration": 4, "id": int(ids[1]), "epoch": 1, "prompt_index": 5, "draw": 1,
-        "generated_by": ("actor", 9), "prompt_ids": [2], "response_ids": [7, 4], "reward": -1.0,
-        "reward_error": "timed out after 2 s", "prompt": "c", "response": "he",
+        "iteration": 4,
+        "id": int(ids[1]),
+        "epoch": 1,
+        "prompt_index": 5,
+        "draw": 1,
+        "generated_by": ("actor", 9),
+        "prompt_ids": [2],
+        "response_ids": [7, 4],
+        "reward": -1.0,
+        "reward_error": "timed out after 2 s",
+        "prompt": "c",
+        "response": "he",
     }
     assert run.samples(4)[0]["response_ids"] == [] and "response" not in run.samples(4)[0]
     assert [sample["iteration"] for sample in run.samples()] == [4, 4, 5, 5, 5, 5]

@@ -152,7 +152,9 @@ def test_a_damaged_part_is_left_alone_and_the_rest_is_merged(tmp_path, monkeypat
         for iteration in range(3, 9):
             write(writer, iteration)
     assert names(tmp_path) == [
-        "000000000-000000004.tier1.h5", "000000001.h5", "000000005-000000008.tier1.h5",
+        "000000000-000000004.tier1.h5",
+        "000000001.h5",
+        "000000005-000000008.tier1.h5",
     ]
     run = store.open(tmp_path)
     assert run.iterations == [0, 2, 3, 4, 5, 6, 7, 8]

@@ -30,7 +30,9 @@ def start(
     return run_world(config.world_size, function, arguments, vllm=vllm, timeout=timeout, **options)
 
 
-def train(folder: Path, overrides: list[str], base: list[str] | None = None, **options: Any) -> tuple[Run, Result]:
+def train(
+    folder: Path, overrides: list[str], base: list[str] | None = None, **options: Any
+) -> tuple[Run, Result]:
     """A complete run in ``folder``."""
     config = compose([*(TINY if base is None else base), f"run.dir={folder}", *overrides])
     run = run_folder.create(config)

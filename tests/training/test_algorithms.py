@@ -127,7 +127,10 @@ def test_the_gap_between_the_engines_without_another_pass(tmp_path: Path) -> Non
     policy's own, which are the reference's before the first step. A generation engine in bfloat16 is far.
     Samples without a reward count here as little as in the loss."""
     options = ["algorithm.old_log_probs=rollout", "protocol.generation.dtype=bfloat16"]
-    options += ["models.reward.function=tests.training.test_algorithms:often", "models.reward.max_error_rate=1"]
+    options += [
+        "models.reward.function=tests.training.test_algorithms:often",
+        "models.reward.max_error_rate=1",
+    ]
     run, _ = train(tmp_path, ["algorithm=grpo", *SHORT, *GROUPS, *options])
     first = run.iteration(0)
     columns = first.columns

@@ -15,7 +15,6 @@ from hpcflow import cli, run_folder
 from hpcflow.config import compose, load
 from hpcflow.store import open as open_run
 from hpcflow.store.checkpoint import latest
-from tests.store.test_files import tmpfs  # noqa: F401
 from tests.training.programs import TINY, start, train
 from tests.training.test_kills import new_run
 from tests.training.test_same_training import digests, equal, placed

@@ -54,7 +54,9 @@ def test_rewards_that_fail_at_first_are_asked_for_again_and_the_run_is_the_same(
 
 def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
     options = [FLAKY, "models.reward.timeout_s=1", "models.reward.max_error_rate=0.01"]
-    config = compose([*TINY, f"run.dir={tmp_path}", *placed("colocate"), "algorithm.batch.prompts=16", *options])
+    config = compose(
+        [*TINY, f"run.dir={tmp_path}", *placed("colocate"), "algorithm.batch.prompts=16", *options]
+    )
     result = start(config, run_folder.create(config))
     assert result.rc != 0
     assert "rewards failed, above models.reward.max_error_rate=0.01" in result.stderr
@@ -74,7 +76,9 @@ def test_a_neural_reward_model_in_the_same_node(tmp_path: Path) -> None:
     iteration = run.iteration(0)
     judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
     for row in range(len(iteration.ids)):
-        tokens = torch.cat([iteration.columns[name].rows(row, row + 1).values for name in ("prompt_ids", "response_ids")])
+        tokens = torch.cat(
+            [iteration.columns[name].rows(row, row + 1).values for name in ("prompt_ids", "response_ids")]
+        )
         with torch.no_grad():
             expected = judge(input_ids=tokens[None]).logits[0, 0]
         assert float(iteration.columns["reward"][row]) == pytest.approx(float(expected), abs=1e-5)

@@ -61,7 +61,9 @@ def test_other_pools_same_layouts_are_bitwise_equal(tmp_path: Path, colocated: R
 
 
 @pytest.mark.parametrize("placement", ["one", "uneven"])
-def test_other_data_parallel_size_changes_only_rounding(tmp_path: Path, colocated: Run, placement: str) -> None:
+def test_other_data_parallel_size_changes_only_rounding(
+    tmp_path: Path, colocated: Run, placement: str
+) -> None:
     """From one shared state, one iteration: same ids, draws and tokens; log-probs, losses and values within a bound."""
     other = train(tmp_path, [*placed(placement), "iterations=1"])[0]
     a, b = colocated.iteration(0), other.iteration(0)
@@ -82,7 +84,9 @@ def test_columns_say_where_they_come_from(colocated: Run) -> None:
     assert tuple(stamps["values"]) == (2, "critic", 2)
     assert tuple(stamps["ref_log_probs"]) == (2, "reference", 0)
     first = colocated.iteration(0)
-    assert flat(first.columns["kl"]).abs().max() == 0  # the reference is the untrained actor, in the same types
+    assert (
+        flat(first.columns["kl"]).abs().max() == 0
+    )  # the reference is the untrained actor, in the same types
     assert equal(first.columns["old_log_probs"], first.columns["ref_log_probs"])
     gap = flat(first.columns["old_log_probs"]) - flat(first.columns["rollout_log_probs"])
     assert gap.abs().max() < 1e-4
