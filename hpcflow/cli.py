@@ -181,9 +181,10 @@ def _launched(run: Path, config: Config, resumed: bool) -> int:
         again = shlex.join(["hpcflow", "train", "--resume", str(run)])
         print(f"hpcflow train: the run ended with exit code {code}; to continue it: {again}", file=sys.stderr)
         return code
+    # Only now: it imports torch, and this process waits for hours.
     from hpcflow.report import (
         report as report_of,
-    )  # only now: it imports torch, and this process waits for hours
+    )
 
     print(report_of(run), end="")
     return 0

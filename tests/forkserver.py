@@ -136,9 +136,8 @@ def run(module: str) -> None:
     rank that skips that (``os._exit``) counts as crashed.
     """
     libc = ctypes.PyDLL(None)
-    libc.on_exit(
-        ctypes.cast(libc._exit, ctypes.c_void_p), None
-    )  # MPICH's handler comes later, so it runs before
+    # MPICH's handler comes later, so it runs before.
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     status = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

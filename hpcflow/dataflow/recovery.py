@@ -47,9 +47,8 @@ class Recovery:
         self.run, self.world, self.trained, self.say = run, world, trained, say
         self.recorder: WorkerGroup = world.group(RECORDER)
         self.journal = Journal(run)
-        self._recorded: dict[
-            str, Origin | Deferred
-        ] = {}  # what of the iteration is recorded, and where it came from
+        # What of the iteration is recorded, and where it came from.
+        self._recorded: dict[str, Origin | Deferred] = {}
         self._places: dict[str, str] = {}  # the calls that made what is recorded
         self._taken_up: tuple[int, Progress | None] | None = None
         self.kept: Values = {}  # what calls of the iteration returned that an earlier launch made

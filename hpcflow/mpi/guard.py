@@ -154,9 +154,8 @@ class Guard:
 
     def _start(self) -> None:
         numbers = {*FORWARDED, signal.SIGHUP}
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, numbers
-        )  # one that arrives meanwhile is kept for the child's exec
+        # One that arrives meanwhile is kept for the child's exec.
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         own = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:

@@ -210,6 +210,7 @@ def start(
     starter = launcher_command(launcher, world_size, slurm)
     if starter[0] == "srun":
         starter += container_flags(slurm)
+    # Ctrl-C on the terminal reaches the ranks through us alone.
     return subprocess.Popen(
         [sys.executable, *guard, "--parent", str(os.getpid()), "--", *starter, *inner],
         env={**environment, "HPCFLOW_WORLD": str(world_size)},
@@ -217,7 +218,7 @@ def start(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-    )  # Ctrl-C on the terminal reaches the ranks through us alone
+    )
 
 
 def launch(

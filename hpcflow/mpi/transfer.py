@@ -42,9 +42,8 @@ class Held:
 @dataclass(frozen=True)
 class _Header:
     stamp: Stamp
-    layout: tuple[
-        tuple[str, bool, torch.dtype, tuple[int, ...]], ...
-    ]  # name, ragged, dtype, shape of the values
+    # Name, ragged, dtype, shape of the values.
+    layout: tuple[tuple[str, bool, torch.dtype, tuple[int, ...]], ...]
     rows: int
     inline: bytes | None
 

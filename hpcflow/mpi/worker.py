@@ -99,9 +99,8 @@ class Worker:
         self._outbox: collections.deque[Callable[[], None]] = collections.deque()
         self._running: tuple[Call, float] | None = None  # written by the main thread alone
         self._merged: dict[int, tuple[Call, dict[int, Report]]] = {}
-        self._known: dict[
-            int, Call
-        ] = {}  # in order of arrival: unfinished calls and the latest finished ones
+        # In order of arrival: unfinished calls and the latest finished ones.
+        self._known: dict[int, Call] = {}
         self._drops: list[tuple[int, tuple[int, ...]]] = []
         self._last_arrived = self._last_finished = 0
         self._next_heartbeat = 0.0

@@ -63,9 +63,8 @@ def drive(sweep: list[Point], at_once: int) -> None:
         free = limit - sum(point.state == "runs" for point in sweep)
         for point in [p for p in sweep if p.state == "waits"][: max(0, free)]:
             _start(point, slurm)
-        time.sleep(
-            POLL_SECONDS if slurm else 0.2
-        )  # states are asked for: neither Slurm nor a process calls back
+        # States are asked for: neither Slurm nor a process calls back.
+        time.sleep(POLL_SECONDS if slurm else 0.2)
 
 
 def _begin(words: list[str], config_dir: str | None) -> list[Point]:

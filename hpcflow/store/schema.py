@@ -155,9 +155,8 @@ def opened(path: Path) -> Iterator[h5py.File]:
         raise Unreadable("no permission to read it") from error
     except (OSError, KeyError, RuntimeError) as error:
         if not path.exists():
-            raise FileNotFoundError(
-                f"{path} has just been merged into another file"
-            ) from error  # while HDF5 opened it
+            # This happened while HDF5 opened it.
+            raise FileNotFoundError(f"{path} has just been merged into another file") from error
         if "signature not found" in str(error):
             raise Unreadable("foreign or empty: not an HDF5 file") from error
         truncated = "truncated" in str(error)

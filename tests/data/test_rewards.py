@@ -131,9 +131,8 @@ def test_a_process_killed_between_calls_costs_nothing():
     with VerifierPool(ACT, processes=1, timeout_s=60) as pool:
         pool.score(samples("number 1"))
         os.kill(pool.processes[0].pid, signal.SIGKILL)
-        assert (
-            pool._wait(pool.processes, time.monotonic() + 30) == pool.processes
-        )  # the end of its stream is there
+        # The end of its stream is there.
+        assert pool._wait(pool.processes, time.monotonic() + 30) == pool.processes
         reward, ok, errors, *_ = pool.score(samples("number 2"))
         assert ok.all() and reward.tolist() == [2], errors
 

@@ -30,9 +30,8 @@ def local_slurm(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="session")
 def slurm_folder() -> Iterator[Path]:
-    folder = Path(
-        tempfile.mkdtemp(prefix="hpcflow-slurm-", dir="/tmp")
-    )  # short: sockets have names of 108 bytes
+    # Short: sockets have names of 108 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="hpcflow-slurm-", dir="/tmp"))
     started = local_slurm("up", folder)
     if started.returncode:
         shutil.rmtree(folder, ignore_errors=True)

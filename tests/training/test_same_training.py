@@ -84,9 +84,8 @@ def test_columns_say_where_they_come_from(colocated: Run) -> None:
     assert tuple(stamps["values"]) == (2, "critic", 2)
     assert tuple(stamps["ref_log_probs"]) == (2, "reference", 0)
     first = colocated.iteration(0)
-    assert (
-        flat(first.columns["kl"]).abs().max() == 0
-    )  # the reference is the untrained actor, in the same types
+    # The reference is the untrained actor, in the same types.
+    assert flat(first.columns["kl"]).abs().max() == 0
     assert equal(first.columns["old_log_probs"], first.columns["ref_log_probs"])
     gap = flat(first.columns["old_log_probs"]) - flat(first.columns["rollout_log_probs"])
     assert gap.abs().max() < 1e-4
