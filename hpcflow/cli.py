@@ -182,9 +182,7 @@ def _launched(run: Path, config: Config, resumed: bool) -> int:
         print(f"hpcflow train: the run ended with exit code {code}; to continue it: {again}", file=sys.stderr)
         return code
     # Only now: it imports torch, and this process waits for hours.
-    from hpcflow.report import (
-        report as report_of,
-    )
+    from hpcflow.report import report as report_of
 
     print(report_of(run), end="")
     return 0
