@@ -260,7 +260,9 @@ def test_stop_texts_end_a_response(found: dict, name: str) -> None:
 def test_stop_tokens_end_a_response(found: dict, name: str) -> None:
     """The token that ends it is part of it; only what the limit cut off is truncated."""
     token = found[name]["stop_token"]
-    for (stopped, _, cut), (greedy, _, _) in zip(found[name]["stopped_by_token"], found[name]["greedy"], strict=True):
+    for (stopped, _, cut), (greedy, _, _) in zip(
+        found[name]["stopped_by_token"], found[name]["greedy"], strict=True
+    ):
         end = greedy.index(token) + 1 if token in greedy else len(greedy)
         assert stopped == greedy[:end]
         assert cut == (end == 12 and greedy[-1] != token and cut)
