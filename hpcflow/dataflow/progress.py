@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 
 NOTICE_SECONDS = 15.0  # without a terminal: a line about the running node this often
+WIDE_GAP = 0.5
+"""Mean difference of the engines' log-probs of a token beyond any rounding (bfloat16 stays below 0.1)."""
 
 
 class Progress:
@@ -53,6 +55,11 @@ class Progress:
             f"{name.removesuffix('/skipped')} skipped {100 * value:.0f} % of its steps"
             for name, value in metrics.items()
             if name.endswith("/skipped") and value > 0
+        ]
+        parts += [
+            f"{name.removesuffix('/rollout_gap')}'s engines disagree by {value:.2f} per token's log-prob"
+            for name, value in metrics.items()
+            if name.endswith("/rollout_gap") and value > WIDE_GAP
         ]
         parts += [f"{self._seconds[-1]:.1f} s", f"left {_clock(left)}"]
         self.say("  ".join(parts))
