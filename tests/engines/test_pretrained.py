@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,8 +131,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_whole(path: str, head: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """What `token_model.load` gives, with all weights in place."""
-    with token_model.quiet_transformers():
+    """What `token_model.load` gives, with all weights in place; without threads, which a forked process has
+    none of."""
+    threads_off = mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    with token_model.quiet_transformers(), threads_off:
         hf = AUTO[head].from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
     return hf, SimpleNamespace(read_into=lambda hf: None)
 
