@@ -43,7 +43,7 @@ def train(args: argparse.Namespace) -> int:
     if args.multirun:
         from hpcflow.slurm import sweep
 
-        if args.resume or args.dry_run or args.as_submitted:
+        if args.resume is not None or args.dry_run or args.as_submitted:
             raise ValueError(
                 "-m starts one run per point, and continues those that it began; works: without other options"
             )
@@ -83,7 +83,7 @@ def submit(args: argparse.Namespace) -> int:
     if args.multirun and not args.dry_run:
         raise ValueError("-m is for --dry-run; works: hpcflow train -m, which submits one job per point")
     resume, branch = _split(args.resume)
-    words, run = args.overrides, Path(resume).absolute() if resume else None
+    words, run = args.overrides, None if resume is None else Path(resume).absolute()
     if args.multirun:
         config = compose(sweep.points(words)[0], args.config_dir)
     else:
@@ -151,8 +151,13 @@ def _to_train(args: argparse.Namespace) -> tuple[Path | None, Config]:
 
 
 def _split(resume: str | None) -> tuple[str | None, int | None]:
-    """``RUN@N`` -> (RUN, N); a folder whose own name ends so is a folder."""
-    match = re.fullmatch(r"(.+)@(\d+)", resume or "")
+    """``RUN@N`` -> (RUN, N); a folder whose own name ends so is a folder. ValueError for an empty RUN."""
+    if resume is None:
+        return None, None
+    if not resume.partition("@")[0].strip() and not (resume and Path(resume).is_dir()):
+        # As "$RUN" is where RUN is not set: never a new run.
+        raise ValueError("--resume is empty; works: --resume=RUN, a run directory, or --resume=RUN@2")
+    match = re.fullmatch(r"(.+)@(\d+)", resume)
     if match is None or Path(resume).is_dir():
         return resume, None
     return match[1], int(match[2])

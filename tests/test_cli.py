@@ -249,6 +249,16 @@ def test_resume_names_the_runs_that_are_there(run, capsys):
     assert run.name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["train", "submit"])
+@pytest.mark.parametrize("resume", ["", " ", "@3"])
+def test_an_empty_run_to_resume_is_no_new_run(launches, runs, capsys, name, resume):
+    for more in ([], ["--dry-run"]):
+        assert cli.main([name, "--resume", resume, TINY, *more]) == 2
+        captured = capsys.readouterr()
+        assert "--resume is empty; works: --resume=RUN" in captured.err and captured.out == ""
+    assert not launches and not list(runs.parent.iterdir())
+
+
 def test_a_run_in_use_is_refused(run, launches, capsys):
     with run_folder.locked(run):
         assert cli.main(["train", "--resume", str(run)]) == 2
