@@ -55,10 +55,13 @@ def train(args: argparse.Namespace) -> int:
         branch = None  # this job branched when it first started, and goes on from there
     resume, config = _to_train(args)
     _refuse_problems(config)
+    from hpcflow import run_folder
+
     if args.dry_run:
+        if branch is not None:
+            run_folder.refuse_branch(resume, branch)
         print(dump(config) + _commented(_plan(config)))
         return 0
-    from hpcflow import run_folder
     from hpcflow.check_models import import_problems
 
     if problems := list(import_problems(config)):

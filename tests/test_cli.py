@@ -223,6 +223,11 @@ def test_a_job_branches_when_it_first_starts(run, launches, capsys, monkeypatch)
     assert "-m hpcflow train --resume" in capsys.readouterr().out
     assert cli.main(["submit", "--dry-run", f"--resume={run}@4"]) == 2
     assert "@4: iteration 4 is not in the run; committed are 1 to 3" in capsys.readouterr().err
+    assert cli.main(["train", "--dry-run", f"--resume={run}@2"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["experiment"] == "tiny"
+    assert cli.main(["train", "--dry-run", f"--resume={run}@4"]) == 2
+    captured = capsys.readouterr()
+    assert "@4: iteration 4 is not in the run" in captured.err and captured.out == ""
     asked = []
     monkeypatch.setattr(submission, "refuse_problems", lambda config: None)
     monkeypatch.setattr(client, "states", lambda jobs: {})
