@@ -138,6 +138,10 @@ class _Process:
     ready: bool = False
     sample: int | None = None
 
+    def late(self) -> bool:
+        """Over its time; not one that has just answered, or just become ready, at its end."""
+        return (self.sample is not None or not self.ready) and self.deadline <= time.monotonic()
+
 
 class VerifierPool:
     """``processes`` processes that call a reward function, each call for at most ``timeout_s`` seconds, and
@@ -199,7 +203,7 @@ class VerifierPool:
                 busy = [p for p in self.processes if p.sample is not None or not p.ready]
                 for process in self._wait(busy, min(p.deadline for p in busy)):
                     self._hear(process, calls)
-                for process in [p for p in busy if p in self.processes and p.deadline <= time.monotonic()]:
+                for process in [p for p in busy if p in self.processes and p.late()]:
                     self._give_up(process, calls)
         finally:
             for process in [p for p in self.processes if p.sample is not None]:  # an exception, an interrupt

@@ -23,6 +23,7 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -143,7 +144,6 @@ def _verifier(
     os.set_inheritable(0, True)
     os.dup2(2, 1)  # prints must not mix with the owner's output
     sys.path[:] = path
-    me = os.getpid()
     try:
         from hpcflow.data.resolve import resolve
 
@@ -152,19 +152,29 @@ def _verifier(
     except BaseException as error:  # also SystemExit from a module that is imported
         send(connection, {"error": describe(error)})
         os._exit(1)
-    send(connection, {"ready": True})
+    try:
+        send(connection, {"ready": True})
+        _answer(connection, verify, args, RETURNS[returns])
+    except ConnectionError:
+        pass  # the owner has given this process up
+    os._exit(0)
+
+
+def _answer(
+    connection: socket.socket, verify: Callable[..., Any], args: dict[str, Any], check: Callable[[Any], Any]
+) -> None:
+    me = os.getpid()
     while (sample := receive(connection)) is not None:
         what = "raised"
         try:
             found = verify(sample["prompt"], sample["response"], sample["record"], **args)
             what = "error"
-            reply = {"value": RETURNS[returns](found)}
+            reply = {"value": check(found)}
         except BaseException as error:
             reply = {what: describe(error)}
         if os.getpid() != me:  # the function forked, and this is the copy
             os._exit(0)
         send(connection, reply | {"sample": sample["sample"]})
-    os._exit(0)
 
 
 def as_reward(value: Any) -> float:

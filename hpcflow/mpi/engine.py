@@ -18,6 +18,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mpi4py
@@ -53,6 +54,14 @@ def own_address(hosts: list[str]) -> str:
         f"host {socket.gethostname()} resolves only to loopback addresses; "
         "set HPCFLOW_HOST to an address that the other nodes reach, e.g. HPCFLOW_HOST=10.0.0.7"
     )
+
+
+def _forget_shared_memory() -> None:
+    """Remove the names of MPI's shared memory once every rank of the node has mapped it: a world that is killed
+    would leave it behind, and with it the node's memory."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for name in {line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/mpich_shm_" in line}:
+        Path(name).unlink(missing_ok=True)
 
 
 class Engine:
@@ -111,6 +120,7 @@ class Engine:
                 children.discard(channel.peer)
                 self._add(channel)
         world.Barrier()
+        _forget_shared_memory()
 
     def _add(self, channel: wire.Channel) -> None:
         self._channels[channel.peer] = channel

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 from hpcflow.dataflow.world import World
@@ -148,6 +149,17 @@ def over_cap(rows: int) -> Any:
         del keep
 
     return run(scenario, pools(2, 2), TWO, cap=1 << 20)
+
+
+def named_shared_memory() -> Any:
+    """Files of MPI's shared memory that this rank has mapped, and of those the ones that still have a name."""
+
+    def scenario(world: World) -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        mapped = {line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/mpich_shm_" in line}
+        return len(mapped), sum(Path(name).exists() for name in mapped)
+
+    return run(scenario, pools(2, 2), TWO)
 
 
 def overlap(seconds: float) -> Any:

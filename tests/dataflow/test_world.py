@@ -67,6 +67,11 @@ def test_the_column_cap_is_named() -> None:
     assert "above the cap of 1048576" in result.stderr and "protocol.column_cap_gib" in result.stderr
 
 
+def test_shared_memory_has_no_name_that_a_killed_world_could_leave() -> None:
+    mapped, named = run_world(5, PROGRAMS + "named_shared_memory").check().returned[0]
+    assert mapped >= 1 and named == 0
+
+
 def test_models_in_two_pools_overlap_and_in_one_pool_take_turns() -> None:
     assert run_world(3, PROGRAMS + "overlap", {"seconds": 0.3}).check().returned[0] > 0.15
     assert run_world(2, PROGRAMS + "together", {"seconds": 0.1}).check().returned[0] <= 0
