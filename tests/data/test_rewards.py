@@ -114,11 +114,13 @@ def test_hanging_calls_are_killed_with_what_they_started(tmp_path):
         assert pool.score(samples("number 5"))[0].tolist() == [5]
 
 
-def test_an_answer_that_comes_at_the_limit_counts_or_costs_its_own_sample():
-    with VerifierPool(ACT, processes=2, timeout_s=1e-9) as pool:
-        reward, ok, errors, *_ = pool.score(samples(*["number 3"] * 30))
-        assert set(errors) <= {"", "no answer within 1e-09 s"}
-        assert reward.tolist() == [3.0 if fine else 0.0 for fine in ok.tolist()]
+def test_an_answer_that_comes_at_the_limit_counts(monkeypatch):
+    """Heard in the same turn in which its time is over."""
+    wait = VerifierPool._wait
+    monkeypatch.setattr(VerifierPool, "_wait", staticmethod(lambda busy, deadline: wait(busy, deadline + 30)))
+    with VerifierPool(ACT, processes=1, timeout_s=1e-9) as pool:
+        reward, ok, errors, *_ = pool.score(samples("number 3", "number 4"))
+        assert reward.tolist() == [3, 4] and ok.all() and errors == ["", ""]
 
 
 def test_calls_without_a_result_are_made_again_a_bounded_number_of_times(tmp_path):
