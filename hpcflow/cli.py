@@ -154,16 +154,29 @@ def _to_train(args: argparse.Namespace) -> tuple[Path | None, Config]:
 
 
 def _split(resume: str | None) -> tuple[str | None, int | None]:
-    """``RUN@N`` -> (RUN, N); a folder whose own name ends so is a folder. ValueError for an empty RUN."""
+    """``RUN@N`` -> (RUN, N); a folder whose own name ends so is a folder. ValueError for an empty RUN, and an
+    N that is no number.
+    """
     if resume is None:
         return None, None
     if not resume.partition("@")[0].strip() and not (resume and Path(resume).is_dir()):
         # As "$RUN" is where RUN is not set: never a new run.
         raise ValueError("--resume is empty; works: --resume=RUN, a run directory, or --resume=RUN@2")
-    match = re.fullmatch(r"(.+)@(\d+)", resume)
-    if match is None or Path(resume).is_dir():
+    run, at, number = resume.rpartition("@")
+    if not at or Path(resume).is_dir():
         return resume, None
-    return match[1], int(match[2])
+    if re.fullmatch("[0-9]+", number):
+        return run, int(number)
+    if _missing(Path(run)) is None:
+        raise ValueError(
+            f"N in --resume=RUN@N is an iteration, {number or 'nothing'} was given; works: --resume={run}@2"
+        )
+    return resume, None
+
+
+def _missing(run: Path) -> str | None:
+    """The name of the first file without which ``run`` is no run directory; None when it is one."""
+    return next((n for n in ("config.yaml", "objects.json") if not (run / n).is_file()), None)
 
 
 def _launched(run: Path, config: Config, resumed: bool) -> int:
@@ -201,12 +214,11 @@ def _resumed(run: Path, overrides: list[str], config_dir: str | None) -> Config:
     from hpcflow import run_folder
     from hpcflow.compose import overlay
 
-    if not (run / "config.yaml").is_file():
-        siblings = (
-            sorted(p.parent.name for p in run.parent.glob("*/config.yaml")) if run.parent.is_dir() else []
-        )
+    if missing := _missing(run):
+        beside = run.parent.glob("*/config.yaml") if run.parent.is_dir() else ()
+        siblings = sorted(path.parent.name for path in beside if _missing(path.parent) is None)
         hint = f"; beside it are {', '.join(siblings[-3:])}" if siblings else ""
-        raise ValueError(f"--resume={run}: there is no run directory (no config.yaml in it){hint}")
+        raise ValueError(f"--resume={run}: there is no run directory (no {missing} in it){hint}")
     old = load(run / "config.yaml")
     config = overlay(run / "config.yaml", overrides, config_dir)
     changed = run_folder.changes(old, config)

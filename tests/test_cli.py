@@ -250,8 +250,24 @@ def test_a_job_branches_when_it_first_starts(run, launches, capsys, monkeypatch)
 
 
 def test_resume_names_the_runs_that_are_there(run, capsys):
-    assert cli.main(["train", "--resume", str(run) + "x"]) == 2
-    assert run.name in capsys.readouterr().err
+    configs = run.parent / "zconfigs"  # a config.yaml alone makes no run
+    configs.mkdir()
+    shutil.copy(run / "config.yaml", configs)
+    for more in ("x", "x@3", "x@y"):
+        assert cli.main(["train", "--resume", str(run) + more]) == 2
+        said = capsys.readouterr().err
+        assert f"no config.yaml in it); beside it are {run.name}\n" in said
+    assert cli.main(["train", "--resume", str(configs)]) == 2
+    assert f"no objects.json in it); beside it are {run.name}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "submit"])
+@pytest.mark.parametrize("number, given", [("-1", "-1"), ("x", "x"), ("", "nothing"), ("1.5", "1.5")])
+def test_an_iteration_that_is_no_number_is_named(run, launches, capsys, name, number, given):
+    assert cli.main([name, f"--resume={run}@{number}"]) == 2
+    captured = capsys.readouterr()
+    says = f"N in --resume=RUN@N is an iteration, {given} was given; works: --resume={run}@2"
+    assert says in captured.err and captured.out == "" and not launches
 
 
 @pytest.mark.parametrize("name", ["train", "submit"])
