@@ -122,6 +122,12 @@ def check(args: argparse.Namespace) -> int:
         lines, well = verify(Path(args.overrides[0]))
         print("\n".join(lines))
         return 0 if well else 1
+    for word in args.overrides:
+        if "=" not in word and (os.sep in word or Path(word).exists()):
+            raise ValueError(
+                f"{word}: {_no_run(Path(word))}, and it is no override; "
+                "works: one run directory alone, or key=value"
+            )
     try:
         config = compose(args.overrides, args.config_dir)
         problems = _problems(config)
@@ -172,6 +178,12 @@ def _split(resume: str | None) -> tuple[str | None, int | None]:
             f"N in --resume=RUN@N is an iteration, {number or 'nothing'} was given; works: --resume={run}@2"
         )
     return resume, None
+
+
+def _no_run(path: Path) -> str:
+    if path.is_dir():
+        return "a run directory is checked by itself"
+    return "a file is no run directory" if path.exists() else "there is no such run directory"
 
 
 def _missing(run: Path) -> str | None:

@@ -127,6 +127,22 @@ def test_check(capsys, monkeypatch):
     assert cli.main(["check", TINY, "algorithm.batch.mini_batches=3", "name=a/b"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert cli.main(["check", TINY, "iterations"]) == 2
+    assert "'iterations' is not an override; works: key=value" in capsys.readouterr().err
+
+
+def test_check_says_when_what_it_is_given_is_no_run_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").touch()
+    Path("run").mkdir()
+    for words, says in (
+        (["/some/missing/dir"], "/some/missing/dir: there is no such run directory, and it is no override"),
+        (["README.md"], "README.md: a file is no run directory, and it is no override"),
+        (["run", "run"], "run: a run directory is checked by itself, and it is no override"),
+    ):
+        assert cli.main(["check", *words]) == 2
+        captured = capsys.readouterr()
+        assert says in captured.err and "works: one run directory alone, or key=value" in captured.err
+        assert captured.out == ""
 
 
 def test_memory_is_that_of_the_nodes_of_the_allocation(capsys, monkeypatch):
