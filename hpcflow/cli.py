@@ -195,8 +195,11 @@ def _launched(run: Path, config: Config, resumed: bool) -> int:
     from hpcflow import run_folder
     from hpcflow.mpi.launch import launch
 
+    before = 0
+
     def once() -> int:
-        nonlocal resumed
+        nonlocal resumed, before
+        before = run_folder.size(run / "failures.jsonl")
         run_folder.record_launch(run, config, resumed=resumed)
         resumed = True
         cluster = config.cluster
@@ -211,6 +214,9 @@ def _launched(run: Path, config: Config, resumed: bool) -> int:
 
     code = job.keep_alive(run, config, once) if job.inside() else once()
     if code:
+        # mpiexec's banner has moved it off the screen.
+        if cause := run_folder.cause(run, before):
+            print(f"hpcflow: cause: {cause}"[:300], file=sys.stderr)
         again = shlex.join(["hpcflow", "train", "--resume", str(run)])
         print(f"hpcflow train: the run ended with exit code {code}; to continue it: {again}", file=sys.stderr)
         return code

@@ -132,10 +132,31 @@ def complete(run: Path, config: Config) -> bool:
     return done and (not evaluates or config.iterations in evaluated(run))
 
 
-def log_entries(path: Path) -> list[dict[str, Any]]:
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def cause(run: Path, offset: int) -> str | None:
+    """The last failure that a controller wrote into failures.jsonl from byte ``offset`` on, in one line: the
+    first of its error, and of a traceback the one that names the exception.
+    """
+    entries = log_entries(run / "failures.jsonl", offset)
+    errors = [entry.get("error") or "" for entry in entries if entry.get("event") == "failure"]
+    said = [line.rstrip() for line in errors[-1].splitlines() if line.strip()] if errors else []
+    if not said:
+        return None
+    frames = [number for number, line in enumerate(said) if line.startswith('  File "')]
+    if not frames or not any(line.startswith("Traceback (most recent") for line in said):
+        return said[0]
+    named = next((line for line in said[frames[-1] :] if not line.startswith(" ")), said[-1].strip())
+    return f"{said[0].removesuffix(':')}: {named}"
+
+
+def log_entries(path: Path, offset: int = 0) -> list[dict[str, Any]]:
     """The entries of a log, as `hpcflow.store.durable.read_lines`, without torch. Torn lines are left out."""
     entries = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    text = path.read_bytes()[offset:].decode(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         with contextlib.suppress(ValueError):
             entries.append(json.loads(line))
     return entries

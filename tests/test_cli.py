@@ -73,6 +73,46 @@ def test_a_failed_launch_leaves_its_exit_code_and_how_to_go_on(launches, runs, c
     assert f"hpcflow train --resume {run}" in captured.err and "report of" not in captured.out
 
 
+TRACEBACK = (
+    'rank 2 failed in reward.compute_reward (call 25):\nTraceback (most recent call last):\n  File "a.py", '
+    "line 1, in score\n    x()\n    ^^^\n{}: 8 of 8 rewards failed\nof all\n"
+)
+
+
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        ("no space left\nmore", "no space left"),
+        (
+            TRACEBACK.format("OSError"),
+            "rank 2 failed in reward.compute_reward (call 25): OSError: 8 of 8 rewards failed",
+        ),
+        ('rank 3 hangs: build\n  File "a.py", line 1\n\nThe limit', "rank 3 hangs: build"),
+        ("x" * 5000, "x" * (300 - len("hpcflow: cause: "))),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_cause_of_a_failed_launch_is_the_last_but_one_line(
+    run, launches, capsys, monkeypatch, error, says
+):
+    failures = run / "failures.jsonl"
+    failures.write_text(json.dumps({"event": "failure", "error": "of another launch"}) + "\n")
+
+    def fail(*args, **keywords):
+        with failures.open("a") as file:
+            for event, text in (("failure", "an earlier one"), ("failure", error), ("in_world", "no end")):
+                if error is not None:
+                    file.write(json.dumps({"event": event, "error": text}) + "\n")
+            file.write('{"event": "fail')
+        return 1
+
+    monkeypatch.setattr(launch, "launch", fail)
+    assert cli.main(["train", "--resume", str(run)]) == 1
+    *above, last = capsys.readouterr().err.splitlines()
+    assert "to continue it" in last and above == ([f"hpcflow: cause: {says}"] if says else [])
+
+
 @pytest.mark.parametrize(
     "argv, says",
     [
