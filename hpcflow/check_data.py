@@ -6,9 +6,11 @@ reads the rest when the run starts.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import gzip
 import json
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from hpcflow.schema import Problem, Problems
 
 LINES = 20_000
 JSON_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+BROKEN = (ValueError, OSError, EOFError, zlib.error)
+"""What reading a file raises that cannot be used; the last two: one that ends early, or is damaged."""
 
 
 def prompt_problems(data: Data) -> Problems:
@@ -57,13 +61,15 @@ def _texts(key: str, path: str) -> Generator[Problem, None, list[str]]:
     except ImportError as error:
         package = (error.name or "").replace("_", "-")
         yield Problem(key, path, f"the package {package} is not installed", f"pip install {package}")
-    except (ValueError, OSError) as error:
+    except BROKEN as error:
         yield Problem(key, path, str(error), _beside(key, Path(path).expanduser()))
     return []
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
     """(place, record) of a file's first records. ValueError for what holds none."""
+    if file.is_dir():
+        raise ValueError("is a folder, not a file")
     if not file.is_file():
         raise ValueError("there is no such file")
     if file.suffix == ".parquet":
@@ -111,8 +117,20 @@ def _text(place: str, record: Any) -> str:
 
 
 def _beside(key: str, file: Path) -> str:
-    """The prompt file that was probably meant."""
-    folder = [p for p in file.parent.iterdir() if p != file] if file.parent.is_dir() else []
-    names = [p.name for p in folder if p.name.endswith((*JSON_LINES, ".parquet"))]
-    near = difflib.get_close_matches(file.name, names, 1)
-    return f"{key}={file.parent / near[0]}" if near else f"{key}=configs/prompts/positivity_train.jsonl"
+    """The prompt file that was probably meant: one beside it, or in it, that can be used; else a shipped one."""
+    with contextlib.suppress(OSError):
+        within = file.is_dir()
+        folder = file if within else file.parent
+        found = [p for p in folder.iterdir() if p != file and p.name.endswith((*JSON_LINES, ".parquet"))]
+        names = sorted(p.name for p in found)
+        for name in names[:10] if within else difflib.get_close_matches(file.name, names, 3):
+            if _usable(folder / name):
+                return f"{key}={folder / name}"
+    return f"{key}=configs/prompts/positivity_train.jsonl"
+
+
+def _usable(file: Path) -> bool:
+    try:
+        return bool([_text(place, record) for place, record in _records(file)])
+    except (ImportError, *BROKEN):
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -98,14 +99,16 @@ def _run_folder(config: Config, facts: Facts) -> Problems:
         )
         return
     trained = sum(model.params for name, model in facts.items() if config.models[name].optimizer is not None)
-    needed = 12 * trained * (config.run.keep + 1) / GIB  # weights and two moments in float32
+    one = 12 * trained / GIB  # weights and two moments in float32
+    needed, fewest = (config.run.keep + 1) * one, 2 * one
     free = shutil.disk_usage(existing).free / GIB
     if needed > free:
+        elsewhere = f"run.dir=<a file system with {math.ceil(needed)} GiB>"
         yield Problem(
             "run.dir",
             config.run.dir,
             f"has {free:.1f} GiB free, {config.run.keep} + 1 checkpoints take {needed:.1f}",
-            "run.keep=1, or run.dir=<a file system with more space>",
+            f"run.keep=1, or {elsewhere}" if config.run.keep > 1 and fewest <= free else elsewhere,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
+from hpcflow.check_args import value_problems
 from hpcflow.config import Call, Config
 from hpcflow.dotted import import_failures, near, signature
 from hpcflow.engines import GENERATION_ENGINES, TRAINING_ENGINES
@@ -231,6 +232,7 @@ def _call(key: str, call: Call, called_with: str) -> Problems:
             yield Problem(
                 f"{key}.args.{name}", "(missing)", f"{call.function} needs it", f"{key}.args.{name}=<value>"
             )
+    yield from value_problems(key, call)
 
 
 def _engines(config: Config, facts: Facts) -> Problems:

@@ -241,6 +241,53 @@ def test_arguments_that_a_function_cannot_do_without_are_named(tmp_path, monkeyp
     assert problems("models.reward.worker=user_rewards:Worker") == {}
 
 
+@pytest.mark.parametrize(
+    "override, why, works",
+    [
+        ("algorithm.policy_loss.args.clip=null", "must be a number", "clip=0.2"),
+        ("algorithm.policy_loss.args.clip=-1", "above 0", "clip=0.2"),
+        ("algorithm.policy_loss.args.clip=true", "must be a number", "clip=0.2"),
+        ("+algorithm.policy_loss.args.dual_clip=1", "above 1", "dual_clip=2.0, or null"),
+        ("+algorithm.policy_loss.args.length=1.5", "a whole number", "length=1"),
+        ("algorithm.advantage.args.gamma=x", "must be a number", "gamma=1.0"),
+        ("algorithm.advantage.args.gamma=nan", "finite", "gamma=1.0"),
+        ("algorithm.advantage.args.kl_coef=inf", "finite", "kl_coef=0.0"),
+        ("algorithm.advantage.args.lam=1.1", "at most 1", "lam=0.95"),
+        ("algorithm.advantage.args.kl=x", "one of k1, k2", "kl=k1"),
+        ("algorithm.advantage.args.kl=3", "a text", "kl=k1"),
+        ("algorithm.advantage.args.whiten=x", "true or false", "whiten=true"),
+        ("algorithm.value_loss.args.clip=x", "must be a number", "clip=0.2, or null"),
+    ],
+)
+def test_values_that_an_argument_cannot_have_are_named(override, why, works):
+    key = override.lstrip("+").partition("=")[0]
+    problem = only(problems(override), key)
+    assert why in problem.why and problem.works == f"{key.rpartition('.')[0]}.{works}"
+    assert problems(f"++{problem.works.partition(',')[0]}") == {}
+
+
+def test_values_of_a_users_function_are_judged_by_its_source(tmp_path, monkeypatch):
+    (tmp_path / "own_reward.py").write_text(
+        "import torch_that_is_not_installed\n"
+        "def f(prompt, response, record, *, a=1, b='x', c=None, d: 'float | None' = 2.0, "
+        "e: Optional[int], g, h: list = (), gamma=0.5, i=float('inf')): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    good = "a: 0.5, b: y, c: 3, d: null, e: null, g: x, h: 4, gamma: 7, i: inf"
+    assert problems("models.reward.function=own_reward:f", f"+models.reward.args={{{good}}}") == {}
+    bad = "a: x, b: 1, c: nan, d: x, e: 1.5, g: inf, h: 4, gamma: false, i: x"
+    found = problems("models.reward.function=own_reward:f", f"+models.reward.args={{{bad}}}")
+    assert set(found) == {f"models.reward.args.{name}" for name in (*"abcdeg", "gamma")}
+
+
+def test_words_the_check_knows_are_those_the_estimators_take():
+    from hpcflow import check_args
+    from hpcflow.algorithms import group_advantages, kl
+
+    assert check_args.OWN["kl"].among == (*kl.ESTIMATORS, *(f"{name}+" for name in kl.ESTIMATORS))
+    assert check_args.OWN["scale"].among == group_advantages.SCALES
+
+
 def test_signatures_are_the_same_from_source_and_from_the_object(tmp_path, monkeypatch):
     (tmp_path / "plain.py").write_text("def f(a, /, b, c=1, *args, d, e=2, **rest): ...\n")
     (tmp_path / "made.py").write_text("from plain import f as g\nx = 3\n")
@@ -299,6 +346,21 @@ def test_the_file_that_was_meant_is_named(tmp_path):
     assert "is what is trained on" in only(shipped, "data.eval").why
 
 
+def test_a_file_that_is_broken_too_is_not_what_works(tmp_path):
+    (tmp_path / "train.jsonl").write_text("no JSON")
+    (tmp_path / "train2.jsonl").write_text('{"text": "no prompt"}')
+    cut = gzip.compress(LINE.encode() * 9)[:-9]
+    (tmp_path / "train.jsonl.gz").write_bytes(cut)
+    for name in ("train.jsonl", "train.jsonl.gz", "trian.jsonl"):
+        problem = only(problems(f"data.train={tmp_path}/{name}"), "data.train")
+        assert problem.works == "data.train=configs/prompts/positivity_train.jsonl"
+    folder = only(problems(f"data.train={tmp_path}"), "data.train")
+    assert folder.why == "is a folder, not a file" and "positivity" in folder.works
+    (tmp_path / "train3.jsonl").write_text(LINE % "a")
+    for path in (tmp_path, tmp_path / "trian3.jsonl", tmp_path / "train2.jsonl"):
+        assert only(problems(f"data.train={path}"), "data.train").works.endswith("/train3.jsonl")
+
+
 def test_reasoning_gym_tasks_are_checked():
     pytest.importorskip("reasoning_gym")
     assert problems("data=reasoning_gym") == {}
@@ -337,6 +399,15 @@ def test_run_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(check_machine.shutil, "disk_usage", lambda path: usage)
     found = problems(f"run.dir={tmp_path}", experiment="experiment=ppo_quickstart")
     assert "1.0 GiB free" in only(found, "run.dir").why
+
+
+@pytest.mark.parametrize("keep, free, offered", [(2, 7.0, True), (2, 1.0, False), (1, 1.0, False)])
+def test_fewer_checkpoints_are_offered_where_they_fit(tmp_path, monkeypatch, keep, free, offered):
+    usage = type("Usage", (), {"free": int(free * 2**30)})
+    monkeypatch.setattr(check_machine.shutil, "disk_usage", lambda path: usage)
+    config = c.compose(["experiment=ppo_quickstart", f"run.dir={tmp_path}", f"run.keep={keep}"])
+    problem = {p.key: p for p in check(config)}["run.dir"]
+    assert ("run.keep=1" in problem.works) == offered and "run.dir=<a file system with" in problem.works
 
 
 def write_safetensors(path, shapes):
