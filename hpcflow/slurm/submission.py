@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hpcflow import run_folder
 from hpcflow.check import check
+from hpcflow.check_models import missing_models
 from hpcflow.config import Config, dump
-from hpcflow.data.models import resolve_model
-from hpcflow.schema import ConfigError, Problem, Problems
+from hpcflow.schema import ConfigError
 from hpcflow.slurm import client, script, site, snapshot
 
 JOBS = "jobs.jsonl"
@@ -24,22 +24,9 @@ ANY_NUMBER_OF_NODES = 1 << 30
 def refuse_problems(config: Config) -> None:
     """`ConfigError` naming everything that is wrong with the config, or with it on this cluster."""
     problems = check(config, nodes=ANY_NUMBER_OF_NODES)  # memory: by component, in `site`
-    problems = problems or [*_missing_models(config), *site.problems(config)]
+    problems = problems or [*missing_models(config), *site.problems(config)]
     if problems:
         raise ConfigError(problems)
-
-
-def _missing_models(config: Config) -> Problems:
-    """Models of a known shape whose weights are not where the job will look for them."""
-    for name in config.algorithm.models:
-        path = config.models[name].path
-        if path is not None and path.startswith("shape:"):
-            try:
-                resolve_model(path)
-            except ValueError as error:
-                yield Problem(
-                    f"models.{name}.path", path, str(error), f"models.{name}.path=<a Hugging Face folder>"
-                )
 
 
 def submit(

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcflow import check_machine
+from hpcflow.check import check
 from hpcflow.config import Component, compose
+from hpcflow.schema import ConfigError
 from hpcflow.slurm import client, script, site, submission
 from hpcflow.slurm.components import blocks
 from tests.slurm.cluster import Cluster, hpcflow
@@ -140,6 +143,33 @@ def test_a_model_that_is_a_shape_must_be_there_to_run(
     (tmp_path / "llama_7b" / "config.json").write_text('{"hidden_size": 8192, "num_hidden_layers": 32}')
     with pytest.raises(ValueError, match="hidden_size=8192, shape:llama_7b has 4096"):
         resolve_model("shape:llama_7b")
+
+
+@pytest.mark.parametrize(
+    "models, says", [(None, "HPCFLOW_MODELS, which is not set"), ("", "is not a folder")]
+)
+def test_a_shape_without_weights_is_not_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, models: str | None, says: str
+) -> None:
+    """Checked it can be, unless HPCFLOW_MODELS says where the weights are to be."""
+    room = type("Usage", (), {"free": 2**50})
+    monkeypatch.setattr(check_machine.shutil, "disk_usage", lambda path: room)
+    monkeypatch.setattr(site, "problems", lambda config: [])
+    monkeypatch.delenv("HPCFLOW_MODELS", raising=False)
+    if models is not None:
+        monkeypatch.setenv("HPCFLOW_MODELS", str(tmp_path))
+    words = ["models.actor.path=shape:llama_7b", "models.reference.path=shape:llama_7b"]
+    words += ["models.critic.path=shape:llama_7b", f"run.dir={tmp_path}/runs", "cluster.memory_gib=2000"]
+    config = compose([*TINY, *words])
+    checked = [str(problem) for problem in check(config) if "shape:" in str(problem)]
+    assert len(checked) == (0 if models is None else 3) and all(says in line for line in checked)
+    for refused in (
+        lambda: submission.submit(config, [*TINY, *words]),
+        lambda: submission.try_out(config, [*TINY, *words]),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            refused()
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_gpus_of_sinfo() -> None:
