@@ -18,6 +18,9 @@ from hpcflow.config import Config
 from hpcflow.estimate import GIB, Facts, model_facts, round_up
 from hpcflow.schema import Problem, Problems
 
+SLURM_TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]+(:[0-9]{1,2}){0,2}|unlimited|infinite"
+"""What sbatch takes as a time limit."""
+
 
 def check(config: Config, *, nodes: int = 1) -> list[Problem]:
     """All breaches of ``config``, none when it can run. ``nodes``: machines that share the ranks."""
@@ -60,6 +63,25 @@ def _names(config: Config, facts: Facts) -> Problems:
                     "must be a Python name",
                     f"{key}.{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_') or 'a'}",
                 )
+
+
+def _placement_name(config: Config, facts: Facts) -> Problems:
+    """Reports and comparisons call the placement by its name."""
+    if not config.placement.name.strip():
+        yield Problem(
+            "placement.name", config.placement.name, "names the placement: not empty", "placement.name=own"
+        )
+
+
+def _time(config: Config, facts: Facts) -> Problems:
+    """The limit of a Slurm job is one that sbatch takes."""
+    if not re.fullmatch(SLURM_TIME, config.cluster.slurm.time, re.IGNORECASE):
+        yield Problem(
+            "cluster.slurm.time",
+            config.cluster.slurm.time,
+            "is no limit as sbatch takes it: minutes, [days-]hours:minutes:seconds, or days-hours",
+            "cluster.slurm.time=01:00:00",
+        )
 
 
 def _batch(config: Config, facts: Facts) -> Problems:
@@ -154,6 +176,8 @@ def _lengths(config: Config, facts: Facts) -> Problems:
 
 RULES: tuple[Callable[[Config, Facts], Problems], ...] = (
     _names,
+    _placement_name,
+    _time,
     *check_models.RULES,
     *check_algorithm.RULES,
     _batch,

@@ -42,7 +42,7 @@ class Sampling:
 
     max_tokens: int = option(16, low=1)
     """New tokens at most."""
-    temperature: float = option(1.0, low=0.0)
+    temperature: float = option(1.0, low=0.0, high=1e6)
     top_p: float = option(1.0, above=0.0, high=1.0)
     """Probability mass that is sampled from; 1 = all."""
     top_k: int = option(0, low=0)
@@ -83,7 +83,7 @@ class State(Call):
 class Pretrain:
     """Language modelling on ``data.pretrain`` beside the policy loss: one text for each sample."""
 
-    coef: float = option(0.0, low=0.0)
+    coef: float = option(0.0, low=0.0, high=1e6)
     """What its loss per token is multiplied by; 0 = it is only measured."""
     max_tokens: int = option(64, low=2)
     """Texts are cut after so many tokens."""
@@ -116,10 +116,10 @@ class Algorithm:
 class Optimizer:
     """AdamW with a constant learning rate after a linear warm-up."""
 
-    lr: float = option(1e-6, low=0.0)
+    lr: float = option(1e-6, low=0.0, high=1e6)
     betas: tuple[float, float] = option((0.9, 0.95), low=0.0, high=1.0)
     eps: float = option(1e-8, above=0.0)
-    weight_decay: float = option(0.0, low=0.0)
+    weight_decay: float = option(0.0, low=0.0, high=1e6)
     clip_norm: float = option(1.0, above=0.0)
     """Gradients are scaled down to this norm."""
     warmup_updates: int = option(0, low=0)
@@ -141,7 +141,7 @@ class ModelSpec:
     function: str | None = option(None)
     """Reward, cost: dotted path of f(prompt, response, record, **args) -> float; tool: the same -> text."""
     args: dict[str, Any] = option({})
-    timeout_s: float = option(30.0, above=0.0)
+    timeout_s: float = option(30.0, low=0.01, high=1e6)
     """Seconds that one reward call may take."""
     processes: int = option(2, low=1, high=1024)
     """Processes a rank that compute rewards."""
@@ -169,7 +169,7 @@ class TrainingProtocol:
     bad_step: str = option("stop", among=("stop", "skip"))
     """A mini-batch whose loss or gradient is not finite, or whose gradient exceeds explode_norm, stops the
     run, or takes no step (metric ``skipped``: the part of an update's mini-batches)."""
-    explode_norm: float = option(0.0, low=0.0)
+    explode_norm: float = option(0.0, low=0.0, high=1e6)
     """Gradients of a greater norm count as exploding; 0 = none does."""
 
 
@@ -195,7 +195,7 @@ class Protocol:
 
     training: TrainingProtocol = option(TrainingProtocol())
     generation: GenerationProtocol = option(GenerationProtocol())
-    watchdog_s: float = option(600.0, above=0.0)
+    watchdog_s: float = option(600.0, low=1.0, high=1e6)
     """Seconds without a sign of life after which a rank counts as lost."""
     column_cap_gib: float = option(4.0, above=0.0)
     """Bytes of columns that one rank may hold."""

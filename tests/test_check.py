@@ -392,6 +392,23 @@ def test_engines_and_names():
     assert found["name"].works == "name=a_b" and "models.a-b" in found
 
 
+@pytest.mark.parametrize("time", ["90", "1:30", "01:30:00", "2-12", "2-12:30", "2-12:30:15", "UNLIMITED"])
+def test_limits_that_sbatch_takes(time):
+    assert problems(f"cluster.slurm.time='{time}'") == {}
+
+
+@pytest.mark.parametrize("time", ["", "soon", "1h", "-5", "1:2:3:4", "2-", "1-2-3", "01:00:00 --exclusive"])
+def test_limits_that_sbatch_would_refuse_are_named(time):
+    problem = only(problems(f"cluster.slurm.time='{time}'"), "cluster.slurm.time")
+    assert problem.works == "cluster.slurm.time=01:00:00" and "minutes" in problem.why
+
+
+@pytest.mark.parametrize("key, works", [("name", "name=run"), ("placement.name", "placement.name=own")])
+@pytest.mark.parametrize("name", ["", " "])
+def test_names_are_not_empty(key, works, name):
+    assert only(problems(f"{key}='{name}'"), key).works == works
+
+
 def test_run_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert "not a folder" in only(problems(f"run.dir={tmp_path}/file/runs"), "run.dir").why

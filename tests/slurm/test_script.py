@@ -117,7 +117,8 @@ TINY = ["experiment=tiny", "placement=split", "cluster=cpu_nodes"]
      "model path '/nowhere/model' is not a folder"),
     (["models.actor.path=shape:llama_8b"], "works: shape:llama_7b"),
     (["cluster.slurm.heterogeneous=false"], "slurm.heterogeneous=false makes one component"),
-    (["cluster.slurm.time=soon"], "sbatch refused"),
+    (["cluster.slurm.time=soon"], "works: cluster.slurm.time=01:00:00"),
+    (["cluster.slurm.flags={nodelist: nowhere}"], "sbatch refused"),
 ])  # fmt: skip
 def test_a_mistake_is_named_before_submission(
     cluster: Cluster, tmp_path: Path, words: list[str], says: str
