@@ -115,7 +115,7 @@ def _example(value: Any, parameter: Parameter, limits: Limits) -> str:
 
 def _parameters(path: str) -> dict[str, Parameter]:
     """The parameters of a function as its source defines them; none where the source does not show it."""
-    definition = dotted._definition(path)
+    definition = dotted.definition_of(path)
     if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return {}
     args = definition.args

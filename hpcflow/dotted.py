@@ -35,7 +35,7 @@ def signature(path: str) -> Signature | None:
     ValueError, as `hpcflow.data.resolve.resolve`, when there is no such function. A module is imported only
     if the name is not defined in its source; ValueError when that fails.
     """
-    definition = _definition(path)
+    definition = definition_of(path)
     if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return _from_source(definition.args)
     if definition is not None:
@@ -54,7 +54,7 @@ def signature(path: str) -> Signature | None:
 def columns_read(path: str) -> tuple[str, ...] | None:
     """The columns without which the function cannot do (`hpcflow.data.needs.reads`); None if it does not say
     so in a form that the source shows."""
-    definition = _definition(path)
+    definition = definition_of(path)
     for mark in getattr(definition, "decorator_list", []):
         if isinstance(mark, ast.Call) and getattr(mark.func, "id", getattr(mark.func, "attr", "")) == "reads":
             try:
@@ -67,21 +67,21 @@ def columns_read(path: str) -> tuple[str, ...] | None:
 
 def undecorated(path: str) -> bool:
     """Whether the source defines a function of that name and says nothing more about it."""
-    definition = _definition(path)
+    definition = definition_of(path)
     return isinstance(definition, ast.FunctionDef) and not definition.decorator_list
 
 
 def models_called(path: str) -> list[str]:
     """The models that a dataflow function calls: the attributes of its first parameter that it names, in
     order."""
-    found = {(node.lineno, node.col_offset): node.attr for node in _models(_definition(path))}
+    found = {(node.lineno, node.col_offset): node.attr for node in _models(definition_of(path))}
     return list(dict.fromkeys(name for _, name in sorted(found.items())))
 
 
 def methods_called(path: str) -> tuple[list[tuple[str, str]], bool]:
     """(model, method) of the calls ``m.model.method(...)`` of a dataflow function, in order; and whether these
     are all: neither ``m`` nor a model is handed on."""
-    definition = _definition(path)
+    definition = definition_of(path)
     models = _models(definition)
     if not models:
         return [], False
@@ -148,7 +148,7 @@ def near(path: str, otherwise: str) -> str:
     )
 
 
-def _definition(path: str) -> ast.stmt | None:
+def definition_of(path: str) -> ast.stmt | None:
     module, _, name = path.partition(":")
     return _definitions(module).get(name)
 
