@@ -149,6 +149,7 @@ def near(path: str, otherwise: str) -> str:
 
 
 def definition_of(path: str) -> ast.stmt | None:
+    """What the source of ``module:name`` defines under that name; None where it does not show it."""
     module, _, name = path.partition(":")
     return _definitions(module).get(name)
 
