@@ -53,13 +53,37 @@ def problems(config: Config) -> list[Problem]:
     have = partitions()
     for block in blocks(config):
         found += _block_problems(config, block, have)
+    if not found:
+        found += _node_problems(config, have)
     return found + list(memory_problems(config))
+
+
+def _partition(config: Config, block: Block, have: dict[str, Partition]) -> str | None:
+    """The name of the block's partition; None where it names none and the cluster has no default."""
+    default = next((name for name, partition in have.items() if partition.default), None)
+    return block.component.partition or config.cluster.slurm.partition or default
+
+
+def _node_problems(config: Config, have: dict[str, Partition]) -> Problems:
+    """Components of one job share no node: a job that needs more than there are would wait for ever."""
+    asked: dict[str | None, list[Block]] = {}
+    for block in blocks(config):
+        asked.setdefault(_partition(config, block, have), []).append(block)
+    for name, parts in asked.items():
+        nodes, has = [block.nodes for block in parts], have[name].nodes
+        if sum(nodes) > has:
+            total = f"{' + '.join(map(str, nodes))} = {sum(nodes)} nodes"
+            yield Problem(
+                "placement.name",
+                config.placement.name,
+                f"its components share no node and take {total}; {name} has {has}",
+                "more ranks_per_node in cluster.components, or a placement of fewer ranks",
+            )
 
 
 def _block_problems(config: Config, block: Block, have: dict[str, Partition]) -> Problems:
     key = "cluster.slurm.head" if block.name == HEAD else f"cluster.components.{block.name}"
-    own = block.component.partition
-    name = own or config.cluster.slurm.partition or next((n for n, p in have.items() if p.default), None)
+    own, name = block.component.partition, _partition(config, block, have)
     if name is None:
         yield Problem("cluster.slurm.partition", None, "there is no default one", f"one of {', '.join(have)}")
         return

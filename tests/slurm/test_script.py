@@ -105,6 +105,8 @@ TINY = ["experiment=tiny", "placement=split", "cluster=cpu_nodes"]
     (["cluster.components.workers.gpus=9"], "a node of main has 8"),
     (["cluster.components.workers.gpus=1", "placement.pools.value.ranks=200"],
      "200 ranks at 1 a node are 200 nodes; main has 17, 136 GPUs in all"),
+    (["cluster.components.workers.gpus=1", "placement.pools.value.ranks=16"],
+     "its components share no node and take 1 + 1 + 16 = 18 nodes; main has 17"),
     (["cluster.components.workers.cpus=129"], "129 on a node; main has 128; works: "
      "cluster.components.workers.cpus=128"),
     (["cluster.components.workers.memory_gib=4000"], "works: cluster.components.workers.memory_gib=1953"),
