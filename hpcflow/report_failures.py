@@ -10,6 +10,7 @@ from typing import Any
 
 from hpcflow import store
 from hpcflow.data.columns import texts
+from hpcflow.run_folder import in_one_line
 
 Entry = dict[str, Any]
 SHOWN = 10
@@ -34,8 +35,9 @@ def _failures(entries: list[Entry]) -> Iterable[str]:
     if len(found) > SHOWN:
         yield f"  ({len(found) - SHOWN} earlier ones are in failures.jsonl)"
     for failed, resumed in found[-SHOWN:]:
+        what = in_one_line(failed.get("error", "")) or "the launch ended without a word"
         when = f"  {datetime.fromtimestamp(failed['time']):%Y-%m-%d %H:%M:%S}  "
-        yield from _wrapped(_what(failed), when, lines=2)
+        yield from _wrapped(what, when, lines=2)
         yield from _wrapped(_then(failed, resumed), INDENT, lines=5)
 
 
@@ -62,15 +64,6 @@ def _paired(entries: list[Entry]) -> Iterable[tuple[Entry, Entry | None]]:
             open_failure = entry
     if open_failure:
         yield open_failure, None
-
-
-def _what(failed: Entry) -> str:
-    """The first line of an error, and where a traceback follows its last."""
-    said = [line.strip() for line in failed.get("error", "").splitlines() if line.strip()]
-    if not said:
-        return "the launch ended without a word"
-    first = said[0].removesuffix(" Traceback (most recent call last):").removesuffix(":")
-    return first if len(said) == 1 else f"{first}: {said[-1]}"
 
 
 def _then(failed: Entry, resumed: Entry | None) -> str:

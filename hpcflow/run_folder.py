@@ -136,20 +136,25 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def cause(run: Path, offset: int) -> str | None:
-    """The last failure that a controller wrote into failures.jsonl from byte ``offset`` on, in one line: the
-    first of its error, and of a traceback the one that names the exception.
-    """
+def cause(run: Path, offset: int) -> str:
+    """The last failure that a controller wrote into failures.jsonl from byte ``offset`` on, in one line; "" when
+    there is none."""
     entries = log_entries(run / "failures.jsonl", offset)
     errors = [entry.get("error") or "" for entry in entries if entry.get("event") == "failure"]
-    said = [line.rstrip() for line in errors[-1].splitlines() if line.strip()] if errors else []
+    return in_one_line(errors[-1]) if errors else ""
+
+
+def in_one_line(error: str) -> str:
+    """The first line of an error, and where a traceback follows the one that names the exception."""
+    said = [line.rstrip() for line in error.splitlines() if line.strip()]
     if not said:
-        return None
+        return ""
+    first = said[0].removesuffix(" Traceback (most recent call last):").removesuffix(":")
     frames = [number for number, line in enumerate(said) if line.startswith('  File "')]
-    if not frames or not any(line.startswith("Traceback (most recent") for line in said):
-        return said[0]
+    if not frames or "Traceback (most recent call last):" not in error:
+        return first
     named = next((line for line in said[frames[-1] :] if not line.startswith(" ")), said[-1].strip())
-    return f"{said[0].removesuffix(':')}: {named}"
+    return f"{first}: {named}"
 
 
 def log_entries(path: Path, offset: int = 0) -> list[dict[str, Any]]:

@@ -127,8 +127,8 @@ def decided(event, time, iteration, node, kept=(), replayed=None, **more):
 def test_failures_and_what_was_run_again(run):
     text = report(run)
     assert not lines(text, "failures") and not lines(text, "rewards")
-    error = "rank 2 failed in actor.update_actor (call 9):\nTraceback (most recent call last):\n  File x\nOSError: no"
-    inside = "engine 1 of actor raised and was rebuilt: Traceback (most recent call last):\n  y\nRuntimeError: CUDA"
+    error = 'rank 2 failed in actor.update_actor (call 9):\nTraceback (most recent call last):\n  File "x"\nOSError: no'
+    inside = 'engine 1 of actor raised and was rebuilt: Traceback (most recent call last):\n  File "y"\nRuntimeError: CUDA'
     update = (2, "actor.update_actor", ["actor.load_prompts", "actor.generate_sequences"], [0, 1])
     for entry in (
         {
@@ -143,7 +143,7 @@ def test_failures_and_what_was_run_again(run):
         decided("resume", 40.0, 4, "", seconds=None),  # after an orderly stop: nothing failed
         decided("resume", 50.0, 5, "critic.update_critic", seconds=1.5),  # the controller died
         {"event": "failure", "time": 60.0, "error": "rank 3 died; last known: idle"},
-        decided("failure", 70.0, 6, "actor.load_prompts", error="rank 3 failed:\n" + "zz " * 99, seconds=0.5),
+        decided("failure", 70.0, 6, "actor.load_prompts", error="rank 3 failed: " + "zz " * 99, seconds=0.5),
     ):
         store.append_line(run / "failures.jsonl", entry)
     found = report(run).splitlines()

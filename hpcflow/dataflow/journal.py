@@ -159,8 +159,7 @@ def read_progress(run: Path) -> Progress | None:
     if not entries or entries[0].get("event") != "begin":
         return None
     kept = {place: _by_rank(values) for place, values in entries[0]["kept"].items()}
-    begun = entries[0]["time"]
-    last = entries[-1].get("time", begun)
+    begun, last = entries[0]["time"], entries[-1]["time"]
     progress = Progress(entries[0]["iteration"], [], {}, kept, begun, last)
     by_call: dict[int, Node] = {}
     for entry in entries[1:]:

@@ -71,8 +71,7 @@ class Session:
         self.progress.say(
             f"{len(self.groups)} models on {sum(map(len, self.worker_pools.values()))} ranks are up"
         )
-        evaluated = run_folder.evaluated(self.run)
-        if first not in evaluated:
+        if first not in run_folder.evaluated(self.run):
             self._evaluate(first)
         for iteration in range(first, self.config.iterations):
             self._iterate(iteration)

@@ -39,9 +39,8 @@ from hpcflow.mpi.messages import (
 from hpcflow.mpi.transfer import DataPlane
 
 SILENT_SECONDS = 4.0  # several heartbeats: suspicious, when something hangs anyway
-DEAD_SECONDS = (
-    15.0  # no heartbeat for so long: node lost, process stopped, or the interpreter lock never released
-)
+DEAD_SECONDS = 15.0
+"""No heartbeat for so long: node lost, process stopped, or the interpreter lock never released."""
 CHECK_SECONDS = 0.1  # how often ranks are looked over for silence and hanging calls
 STACK_SECONDS = 1.0  # how long a hanging rank may take to answer where it is
 ANSWER_SECONDS = 1.0  # how long the ranks may take to answer what became of their calls
